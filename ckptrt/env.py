@@ -1,0 +1,49 @@
+"""Every environment variable that ckptrt reads or sets, and nothing else reads os.environ.
+
+Set by `ckptrt-launch` for its workers; also the way in which the runtime and the agents meet.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+__all__ = ["AGENT_SOCKET", "DIR", "ETCD", "FAULTS", "INCARNATION", "LAUNCHED_AT", "RESUME", "RUN_ID", "WorkerEnv"]
+
+DIR = "CKPTRT_DIR"  # the run's directory or URL, when ckptrt.init() is given none
+RUN_ID = "CKPTRT_RUN_ID"  # the launcher's name for the job
+INCARNATION = "CKPTRT_INCARNATION"  # number of this worker set; its fence is already written
+RESUME = "CKPTRT_RESUME"  # "fresh", or "<step>.<incarnation>.<tier>" with tier memory or stored
+AGENT_SOCKET = "CKPTRT_AGENT_SOCKET"  # Unix socket of the node's agent
+LAUNCHED_AT = "CKPTRT_LAUNCHED_AT"  # CLOCK_MONOTONIC seconds at which the agent asked for this worker
+ETCD = "CKPTRT_ETCD"  # path of the etcd binary to start when no endpoint is named
+FAULTS = "CKPTRT_FAULTS"  # fault points for tests, see ckptrt/faultpoints.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEnv:
+    """What torchrun or ckptrt-launch told this process; alone, it is rank 0 of 1."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    incarnation: int | None
+    resume: str | None
+    agent_socket: str | None
+    dir: str | None
+
+    @staticmethod
+    def read() -> WorkerEnv:
+        get = os.environ.get
+        incarnation = get(INCARNATION)
+        return WorkerEnv(
+            rank=int(get("RANK", "0")),
+            world_size=int(get("WORLD_SIZE", "1")),
+            local_rank=int(get("LOCAL_RANK", "0")),
+            local_world_size=int(get("LOCAL_WORLD_SIZE", "1")),
+            incarnation=int(incarnation) if incarnation else None,
+            resume=get(RESUME),
+            agent_socket=get(AGENT_SOCKET),
+            dir=get(DIR),
+        )

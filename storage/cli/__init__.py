@@ -1,0 +1,1 @@
+"""The storage CLI: one small file per verb."""

@@ -1,0 +1,74 @@
+"""The manifest: all that a checkpoint holds. Pure bytes in and out.
+
+A file of zstd frames, one after another: first the head (a `manifest` record: step, incarnation, where each rank's
+section lies), then one frame per rank with that rank's receipt, byte for byte. `zstd -dc` shows it as JSON lines.
+The commit names the size and digest of the whole and of the head, the head those of each section, so that a rank
+can read and verify its own part alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import xxhash
+import zstandard
+
+from ckptrt.errors import CorruptError
+from ckptrt.storage.records import ManifestHead, ManifestRef, ReceiptRecord, Section, seal, unseal
+
+__all__ = ["build", "open_head", "open_section"]
+
+# A frame may claim any size; nothing that ckptrt wrote expands more than this.
+_EXPANDED_MAX_BYTES = 4 << 30
+
+
+def build(step: int, incarnation: int, receipts: Mapping[int, bytes]) -> tuple[bytes, ManifestRef]:
+    """The manifest file made of every rank's sealed receipt, and what the commit must say of it.
+
+    receipts: rank -> bytes of its receipt record; ranks must be 0 to n-1.
+    """
+    if sorted(receipts) != list(range(len(receipts))):
+        raise ValueError(f"receipts must come from ranks 0 to {len(receipts) - 1}, not {sorted(receipts)}")
+    compressor = zstandard.ZstdCompressor(level=1)
+    frames: list[bytes] = []
+    sections: list[Section] = []
+    position = 0
+    for rank in sorted(receipts):
+        frame = compressor.compress(receipts[rank])
+        sections.append(Section(rank, position, len(frame), xxhash.xxh3_128_hexdigest(frame)))
+        frames.append(frame)
+        position += len(frame)
+    head = ManifestHead(step=step, incarnation=incarnation, world_size=len(receipts), sections=tuple(sections))
+    head_frame = compressor.compress(seal(head))
+    data = b"".join([head_frame, *frames])
+    reference = ManifestRef(
+        size_bytes=len(data),
+        xxh3=xxhash.xxh3_128_hexdigest(data),
+        head_bytes=len(head_frame),
+        head_xxh3=xxhash.xxh3_128_hexdigest(head_frame),
+    )
+    return data, reference
+
+
+def open_head(frame: bytes, reference: ManifestRef, where: str) -> ManifestHead:
+    """The head from the manifest's first `head_bytes`, verified against the commit."""
+    if len(frame) != reference.head_bytes or xxhash.xxh3_128_hexdigest(frame) != reference.head_xxh3:
+        raise CorruptError(f"{where} is damaged: its head doesn't have the digest that the commit names")
+    return unseal(ManifestHead, _expand(frame, where), where)
+
+
+def open_section(frame: bytes, section: Section, where: str) -> ReceiptRecord:
+    """One rank's receipt from its frame, verified against the head."""
+    if len(frame) != section.size_bytes or xxhash.xxh3_128_hexdigest(frame) != section.xxh3:
+        raise CorruptError(f"{where} is damaged: the section of rank {section.rank} doesn't have its digest")
+    return unseal(ReceiptRecord, _expand(frame, where), where)
+
+
+def _expand(frame: bytes, where: str) -> bytes:
+    try:
+        size_bytes = zstandard.frame_content_size(frame)
+        if not 0 <= size_bytes <= _EXPANDED_MAX_BYTES:
+            raise CorruptError(f"{where} is damaged: a frame claims {size_bytes} bytes")
+        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size_bytes)
+    except zstandard.ZstdError as error:
+        raise CorruptError(f"{where} is damaged: {error}") from None

@@ -1,0 +1,200 @@
+"""Small JSON records that prove themselves: run, fence, commit, receipt, manifest head. Pure.
+
+A record is one line, written only in this form:
+
+    {"ckptrt":"1.0","kind":"fence","xxh3":"<16 hex digits>","body":{...}}\n
+
+The version stands first. The digest (xxh3-64) covers version, kind and the body's bytes; all the rest must equal
+what a writer would have written, so any changed byte of the file is found. A newer major version is refused; a newer minor
+one may add fields to a body, which older readers ignore.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+import xxhash
+
+from ckptrt.errors import CorruptError, VersionError
+
+__all__ = [
+    "VERSION", "CommitRecord", "FenceRecord", "ManifestHead", "ManifestRef", "ObjectRecord", "Owner", "Parent",
+    "ReceiptRecord", "RunRecord", "Section", "ShardRecord", "TensorRecord", "seal", "unseal",
+]  # fmt: skip
+
+VERSION = (1, 0)
+
+_HEAD = re.compile(rb'\{"ckptrt":"(\d{1,6})\.(\d{1,6})","kind":"([a-z]+)","xxh3":"([0-9a-f]{16})","body":')
+_VERSION = re.compile(rb'\{"ckptrt":"(\d{1,6})\.(\d{1,6})"')
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """Who wrote a record, for people: where to look when two jobs meet."""
+
+    host: str
+    pid: int
+    user: str = ""
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    run_id: str
+    created_at: str
+    made_by: str
+
+
+class Parent(msgspec.Struct, frozen=True, kw_only=True):
+    """The step from which an incarnation goes on, and the incarnation that had reached it."""
+
+    step: int
+    incarnation: int
+
+
+class FenceRecord(msgspec.Struct, frozen=True, kw_only=True):
+    incarnation: int
+    parent: Parent | None
+    world_size: int
+    owner: Owner
+    created_at: str
+
+
+class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
+    """What a commit says of its manifest: sizes and xxh3-128 digests of the whole file and of its head frame."""
+
+    size_bytes: int
+    xxh3: str
+    head_bytes: int
+    head_xxh3: str
+
+
+class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`data` is the folder's name below data/. Sizes and counts are a summary for lists; the manifest holds."""
+
+    step: int
+    incarnation: int
+    world_size: int
+    data: str
+    manifest: ManifestRef
+    size_bytes: int
+    num_tensors: int
+    created_at: str
+    made_by: str
+
+
+class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One region of one tensor, `sizes` elements at `offsets` of the global `shape`, at byte `start` of the file.
+
+    rank_only: the tensor belongs to the writing rank alone and isn't a part of something global.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    rank_only: bool = False
+
+
+class ObjectRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's plain data (JSON text, UTF-8), at byte `start` of its file."""
+
+    key: str
+    start: int
+    size_bytes: int
+
+
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A shard file: its name below data/ (so that it may lie in an older checkpoint's folder) and its digests.
+
+    `chunks` are the xxh3-64 digests of the file's pieces of `chunk_bytes`, 16 hex digits each, joined.
+    """
+
+    name: str
+    size_bytes: int
+    chunk_bytes: int
+    chunks: str
+
+
+class ReceiptRecord(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    world_size: int
+    step: int
+    incarnation: int
+    shard: ShardRecord
+    tensors: tuple[TensorRecord, ...]
+    objects: tuple[ObjectRecord, ...]
+
+
+class Section(msgspec.Struct, frozen=True, array_like=True):
+    """Where a rank's receipt lies in the manifest, counted from the end of the head frame; xxh3-128 of its frame."""
+
+    rank: int
+    start: int
+    size_bytes: int
+    xxh3: str
+
+
+class ManifestHead(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    incarnation: int
+    world_size: int
+    sections: tuple[Section, ...]
+
+
+Record = RunRecord | FenceRecord | CommitRecord | ReceiptRecord | ManifestHead
+_T = TypeVar("_T", RunRecord, FenceRecord, CommitRecord, ReceiptRecord, ManifestHead)
+_KINDS: dict[type, str] = {
+    RunRecord: "run",
+    FenceRecord: "fence",
+    CommitRecord: "commit",
+    ReceiptRecord: "receipt",
+    ManifestHead: "manifest",
+}
+_ENCODER = msgspec.json.Encoder()
+_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
+
+
+def seal(record: Record) -> bytes:
+    """The bytes of a record's file."""
+    body = _ENCODER.encode(record)
+    return _head(f"{VERSION[0]}.{VERSION[1]}", _KINDS[type(record)], body) + body + b"}\n"
+
+
+def unseal(kind: type[_T], data: bytes | memoryview, where: str) -> _T:
+    """The record in `data`, whole and unchanged.
+
+    where: the file's name, for messages. Raises VersionError for a newer major version and CorruptError for
+    anything that `seal` did not write.
+    """
+    raw = bytes(data)
+    version = _VERSION.match(raw)
+    if version and int(version[1]) > VERSION[0]:
+        raise VersionError(
+            f"{where} was written in format {int(version[1])}.{int(version[2])}; this ckptrt reads up to {VERSION[0]}.x",
+            safe="nothing was read or changed",
+            hint="install a newer ckptrt",
+        )
+    head = _HEAD.match(raw)
+    if head is None or not raw.endswith(b"}\n"):
+        raise _damaged(where, f"not a ckptrt {_KINDS[kind]} record")
+    body = raw[head.end() : -2]
+    if head[3].decode() != _KINDS[kind] or int(head[1]) != VERSION[0]:
+        raise _damaged(where, f"a {head[3].decode()} record of format {int(head[1])} where a {_KINDS[kind]} was expected")
+    # Leading zeros or another minor spelling can't hide a flipped digit: what isn't canonical is damage.
+    if head[0] != _head(f"{int(head[1])}.{int(head[2])}", head[3].decode(), body):
+        raise _damaged(where, "its digest doesn't fit its contents")
+    try:
+        return _DECODERS[kind].decode(body)  # type: ignore[no-any-return]
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _damaged(where, f"its fields are not those of a {_KINDS[kind]} ({error})") from None
+
+
+def _head(version: str, kind: str, body: bytes) -> bytes:
+    digest = xxhash.xxh3_64_hexdigest(f"{version} {kind} ".encode() + body)
+    return f'{{"ckptrt":"{version}","kind":"{kind}","xxh3":"{digest}","body":'.encode()
+
+
+def _damaged(where: str, why: str) -> CorruptError:
+    return CorruptError(f"{where} is damaged: {why}", hint="`ckptrt verify` names the newest good step")

@@ -1,0 +1,1 @@
+"""Where bytes lie: memory, a local directory, an object store; and wrappers around any of them."""
