@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["AGENT_SOCKET", "DIR", "ETCD", "FAULTS", "INCARNATION", "LAUNCHED_AT", "RESUME", "RUN_ID", "WorkerEnv"]
+__all__ = [
+    "AGENT_SOCKET", "DIR", "ETCD", "FAULTS", "INCARNATION", "LAUNCHED_AT", "RESUME", "RUN_ID", "WorkerEnv", "faults",
+]  # fmt: skip
 
 DIR = "CKPTRT_DIR"  # the run's directory or URL, when ckptrt.init() is given none
 RUN_ID = "CKPTRT_RUN_ID"  # the launcher's name for the job
@@ -47,3 +49,8 @@ class WorkerEnv:
             agent_socket=get(AGENT_SOCKET),
             dir=get(DIR),
         )
+
+
+def faults() -> str:
+    """The fault points that a test asked for, or an empty text."""
+    return os.environ.get(FAULTS, "")
