@@ -1,0 +1,60 @@
+# Each target does its own set-up: the first run creates .venv and installs what it needs, later ones reuse it.
+# PYTHON names the interpreter for a new .venv (any Python >= 3.10).  PYTEST_ARGS goes to pytest.
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help test demo lint format docs changelog clean etcd
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make test    run the tests             make demo    watch a job lose a rank and finish"
+	@echo "make lint    style, types, imports     make docs    build the documentation"
+	@echo "make format  rewrite in house style    make clean   remove what was built"
+
+# The stamp is written last, so an install that failed or was interrupted is tried again.
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@./.ci/venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(STAMP)
+	@rm -f $@
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+etcd:
+	@./.ci/etcd
+
+test: $(STAMP) etcd
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo.py
+
+lint: $(STAMP)
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/mypy --config-file tests/mypy.ini tests examples
+	@$(BIN)/lint-imports --no-cache > $(VENV)/lint-imports.txt || { cat $(VENV)/lint-imports.txt; exit 1; }
+	@tail -n 2 $(VENV)/lint-imports.txt
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+docs: $(VENV)/.installed-docs
+	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+changelog: $(STAMP)
+	@$(BIN)/towncrier build --draft --version next
+
+clean:
+	rm -rf build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV)
