@@ -1,0 +1,308 @@
+"""A directory of a POSIX file system: node-local NVMe, or a shared mount.
+
+An object is written under a hidden temporary name of its own folder, made durable, and only then linked to its
+name. link(2) never replaces, so one of any number of writers wins, and no reader can see a part of an object.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from urllib.parse import unquote, urlsplit
+
+from ckptrt.errors import AccessError, StorageError, UsageError
+
+from .base import Entry
+from .checks import CountedPieces, check_range, short_object
+from .filewriter import FileWriter
+from .fs import Fs
+from .names import TEMP, check_name, check_prefix, join_url
+from .oserrors import exists_error, from_oserror, not_found_error
+
+__all__ = ["LocalTier", "local_path"]
+
+_ABSENT = (errno.ENOENT, errno.ENOTDIR)
+
+
+def local_path(url: str) -> str:
+    """The absolute path that a bare path or a file:// url means, without a closing slash."""
+    path = url
+    if url.startswith("file:"):
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost"):
+            raise UsageError(f"{url!r} names the host {parts.netloc!r}; a file url has three slashes: file:///path")
+        path = unquote(parts.path)
+    if not path or "\0" in path:
+        raise UsageError(f"{url!r} is no path of a directory", hint="name a directory, such as /mnt/nvme/run1")
+    return os.path.abspath(path)
+
+
+class LocalTier:
+    """Objects as files below one directory, which is made at the first write.
+
+    Folders that are symbolic links are read and written through, but nothing outside the root is ever deleted.
+    """
+
+    def __init__(self, path: str, *, fs: Fs | None = None) -> None:
+        self.root = local_path(path)
+        self.url = "file://" + self.root
+        self._fs = fs or Fs()
+        self._durable_dirs: set[str] = set()  # folders whose own names are known to survive a power cut
+        self._lock = threading.Lock()
+
+    # --- writing
+
+    def create(self, name: str, data: bytes) -> None:
+        self._publish(name, [memoryview(data)], len(data))
+
+    def write(self, name: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
+        self._publish(name, pieces, size_bytes)
+
+    def _publish(self, name: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
+        path = self._path(name)
+        counted = CountedPieces(pieces, size_bytes, self.url, name)
+        with self._errors(name, "write"):
+            if self._exists(path):
+                raise exists_error(self.url, name)
+            folder = os.path.dirname(path)
+            temp, fd = self._open_temp(folder)
+            try:
+                FileWriter(self._fs, fd, size_bytes).write_all(counted)
+                if not self._link(temp, path):
+                    raise exists_error(self.url, name)
+            finally:
+                self._unlink(temp)
+            try:
+                self._fs.fsync_dir(folder)
+            except OSError:
+                self._unlink(path)  # what may not survive a power cut must not be taken for written
+                raise
+
+    def _open_temp(self, folder: str) -> tuple[str, int]:
+        """Open a new hidden file, making its folder first if need be."""
+        self._make_dirs(folder)
+        temp = f"{folder}/{TEMP}{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            return temp, self._fs.open(temp, flags)
+        except FileNotFoundError:
+            self._forget_dirs(folder)  # someone removed the folder since this tier made it
+            self._make_dirs(folder)
+            return temp, self._fs.open(temp, flags)
+
+    def _link(self, temp: str, path: str) -> bool:
+        """Give the file its name; False if the name is taken.
+
+        A network file system may have done it and lost the answer: the count of names tells.
+        """
+        try:
+            self._fs.link(temp, path)
+        except OSError as error:
+            if self._fs.lstat(temp).st_nlink > 1:
+                return True
+            if error.errno == errno.EEXIST:
+                return False
+            if error.errno in (errno.EPERM, errno.EOPNOTSUPP):
+                raise StorageError(
+                    f"can't write below {self.url}: its file system has no hard links, which a safe write needs",
+                    safe="nothing was written",
+                    hint="point the run at another file system or at an object store",
+                ) from error
+            raise
+        return True
+
+    def _make_dirs(self, folder: str) -> None:
+        """Make a folder and those above it, each durable before anything is put into it.
+
+        Whoever puts a name into a folder has made sure of that folder first, so for a folder that is there
+        already (another process may have made it just now) only its own name is left to sync.
+        """
+        with self._lock:
+            if folder in self._durable_dirs:
+                return
+        made = self._mkdir(folder)
+        try:
+            self._fs.fsync_dir(os.path.dirname(folder))
+        except PermissionError:
+            if made:
+                raise  # else the folder above isn't ours to open, and neither was it we who changed it
+        with self._lock:
+            self._durable_dirs.add(folder)
+
+    def _mkdir(self, folder: str) -> bool:
+        try:
+            self._fs.mkdir(folder)
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            self._make_dirs(os.path.dirname(folder))
+            return self._mkdir(folder)
+        return True
+
+    def _forget_dirs(self, folder: str) -> None:
+        with self._lock:
+            self._durable_dirs = {d for d in self._durable_dirs if d != folder and not d.startswith(folder + "/")}
+
+    def _unlink(self, path: str) -> None:
+        with suppress(OSError):  # an error is already on its way, or the next delete_prefix finds the leftover
+            self._fs.unlink(path)
+
+    # --- reading
+
+    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+        check_range(self.url, name, start, size_bytes)
+        with self._errors(name, "read", writing=False), self._open_object(name) as (fd, actual_bytes):
+            end = max(start, actual_bytes) if size_bytes is None else start + size_bytes
+            if max(start, end) > actual_bytes:
+                raise short_object(self.url, name, start, end, actual_bytes)
+            data = bytearray(end - start)
+            self._fill(fd, name, start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        check_range(self.url, name, start, out.nbytes)
+        with self._errors(name, "read", writing=False), self._open_object(name) as (fd, _), out.cast("B") as flat:
+            self._fill(fd, name, start, flat)
+
+    def read_many(self, names: Iterable[str]) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for name in names:
+            path = self._path(name)
+            if self._exists(path):
+                found[name] = self.read(name)
+        return found
+
+    def _fill(self, fd: int, name: str, start: int, out: memoryview) -> None:
+        done = 0
+        while done < out.nbytes:
+            count = self._fs.pread_into(fd, out[done:], start + done)
+            if not count:
+                raise short_object(self.url, name, start, start + out.nbytes, start + done)
+            done += count
+
+    @contextmanager
+    def _open_object(self, name: str) -> Iterator[tuple[int, int]]:
+        """The open file and its size; NotFoundError if no file has that name."""
+        try:
+            fd = self._fs.open(self._path(name), os.O_RDONLY)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                raise not_found_error(self.url, name) from None
+            raise
+        try:
+            found = self._fs.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise not_found_error(self.url, name)
+            yield fd, found.st_size
+        finally:
+            self._fs.close(fd)
+
+    def size(self, name: str) -> int:
+        with self._errors(name, "look up", writing=False), self._open_object(name) as (_, actual_bytes):
+            return actual_bytes
+
+    def list(self, prefix: str) -> list[Entry]:
+        folder = self._path(check_prefix(self.url, prefix)[:-1]) if prefix else self.root
+        with self._errors(prefix, "list", writing=False):
+            try:
+                found = self._fs.scandir(folder)
+            except OSError as error:
+                if error.errno in _ABSENT:
+                    return []
+                raise
+            entries = [self._entry(prefix, item) for item in found if not item.name.startswith(TEMP)]
+        return sorted((entry for entry in entries if entry), key=lambda entry: entry.name)
+
+    def _entry(self, prefix: str, item: os.DirEntry[str]) -> Entry | None:
+        """What a name stands for; None if it is neither file nor folder, or has just gone."""
+        try:
+            found = self._fs.stat(item.path)
+        except OSError as error:
+            if error.errno in (*_ABSENT, errno.ELOOP):
+                return None
+            raise
+        if stat.S_ISDIR(found.st_mode):
+            return Entry(name=f"{prefix}{item.name}/")
+        if stat.S_ISREG(found.st_mode):
+            return Entry(name=prefix + item.name, size_bytes=found.st_size, modified_s=found.st_mtime)
+        return None
+
+    # --- deleting
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        with self._errors(name, "delete", writing=False):
+            self._check_inside(path)
+            try:
+                self._fs.unlink(path)
+                self._fs.fsync_dir(os.path.dirname(path))
+            except OSError as error:
+                if error.errno not in (*_ABSENT, errno.EISDIR):
+                    raise
+
+    def delete_prefix(self, prefix: str) -> None:
+        folder = self._path(check_prefix(self.url, prefix, may_be_empty=False)[:-1])
+        with self._errors(prefix, "delete", writing=False):
+            self._check_inside(folder)
+            self._forget_dirs(folder)
+            try:
+                linked = stat.S_ISLNK(self._fs.lstat(folder).st_mode)
+                if linked:
+                    self._fs.unlink(folder)
+                else:
+                    self._remove_tree(folder)
+                self._fs.fsync_dir(os.path.dirname(folder))
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
+
+    def _remove_tree(self, folder: str) -> None:
+        """Remove a folder with all in it, links as links; whatever has gone already is no error."""
+        for item in self._fs.scandir(folder):
+            with suppress(FileNotFoundError):
+                if item.is_dir(follow_symlinks=False):
+                    self._remove_tree(item.path)
+                else:
+                    self._fs.unlink(item.path)
+        with suppress(FileNotFoundError):
+            self._fs.rmdir(folder)
+
+    def _check_inside(self, path: str) -> None:
+        """Refuse to delete through a symbolic link that leads out of the root."""
+        root = self._fs.realpath(self.root)
+        parent = self._fs.realpath(os.path.dirname(path))
+        if parent != root and not parent.startswith(root.rstrip("/") + "/"):
+            raise AccessError(
+                f"won't delete {path}: a symbolic link leads it out of {self.root}, to {parent}",
+                safe="nothing was deleted",
+                hint="delete it there by hand if it may go",
+            )
+
+    def close(self) -> None:
+        """Nothing is held open between calls."""
+
+    # --- helpers
+
+    def _path(self, name: str) -> str:
+        return f"{self.root.rstrip('/')}/{check_name(self.url, name)}"
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self._fs.lstat(path)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return False
+            raise
+        return True
+
+    @contextmanager
+    def _errors(self, name: str, doing: str, *, writing: bool = True) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise from_oserror(error, self.url, name, doing, writing=writing) from error
