@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ckptrt.errors import CorruptError, UsageError
-
-from .names import join_url
+from ckptrt.storage.tiers.names import join_url
 
 __all__ = ["CountedPieces", "check_range", "short_object"]
 

@@ -6,8 +6,9 @@ import errno
 import mmap
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 
-from .fs import Fs
+from ckptrt.storage.tiers.fs import Fs
 
 __all__ = ["FileWriter"]
 
@@ -45,10 +46,8 @@ class FileWriter:
         self._fs.close(self._fd)  # some network file systems tell of a failed write only here
 
     def _close_condemned(self) -> None:
-        try:
+        with suppress(OSError):  # the first error says more
             self._fs.close(self._fd)
-        except OSError:
-            pass  # the first error says more
 
     def _prepare(self) -> None:
         if self._size_bytes < _DIRECT_FROM_BYTES:

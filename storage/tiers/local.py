@@ -16,13 +16,12 @@ from contextlib import contextmanager, suppress
 from urllib.parse import unquote, urlsplit
 
 from ckptrt.errors import AccessError, StorageError, UsageError
-
-from .base import Entry
-from .checks import CountedPieces, check_range, short_object
-from .filewriter import FileWriter
-from .fs import Fs
-from .names import TEMP, check_name, check_prefix, join_url
-from .oserrors import exists_error, from_oserror, not_found_error
+from ckptrt.storage.tiers.base import Entry
+from ckptrt.storage.tiers.checks import CountedPieces, check_range, short_object
+from ckptrt.storage.tiers.filewriter import FileWriter
+from ckptrt.storage.tiers.fs import Fs
+from ckptrt.storage.tiers.names import TEMP, check_name, check_prefix
+from ckptrt.storage.tiers.oserrors import exists_error, from_oserror, not_found_error
 
 __all__ = ["LocalTier", "local_path"]
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .base import Entry
-from .checks import CountedPieces, check_range, short_object
-from .names import check_name, check_prefix
-from .oserrors import exists_error, not_found_error
+from ckptrt.storage.tiers.base import Entry
+from ckptrt.storage.tiers.checks import CountedPieces, check_range, short_object
+from ckptrt.storage.tiers.names import check_name, check_prefix
+from ckptrt.storage.tiers.oserrors import exists_error, not_found_error
 
 __all__ = ["MemoryBucket", "MemoryTier"]
 

@@ -6,8 +6,7 @@ import errno
 import os
 
 from ckptrt.errors import AccessError, ExistsError, NoSpaceError, NotFoundError, StorageError
-
-from .names import join_url
+from ckptrt.storage.tiers.names import join_url
 
 __all__ = ["exists_error", "from_oserror", "not_found_error"]
 

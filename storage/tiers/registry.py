@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 
 from ckptrt.errors import UsageError
-
-from .base import Tier
-from .local import LocalTier
-from .memory import MemoryBucket, MemoryTier
+from ckptrt.storage.tiers.base import Tier
+from ckptrt.storage.tiers.local import LocalTier
+from ckptrt.storage.tiers.memory import MemoryBucket, MemoryTier
 
 __all__ = ["open_tier"]
 
@@ -30,8 +29,8 @@ def open_tier(url: str, **storage_options: object) -> Tier:
         return LocalTier(url)
     if protocol == "memory":
         return _open_memory(rest)
-    from .object import ObjectTier
-    from .retry import RetryTier
+    from ckptrt.storage.tiers.object import ObjectTier
+    from ckptrt.storage.tiers.retry import RetryTier
 
     return RetryTier(ObjectTier(url, **storage_options))
 
