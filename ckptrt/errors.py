@@ -18,7 +18,9 @@ Two questions are answered by class alone: may I retry (`TransientError`), and i
     ├── BusyError              another live job holds the run
     ├── PersistError           one snapshot could not be made durable; training is not harmed
     └── CoordError             the coordination store (etcd) failed
-        └── CompactedError     a watch asked for a revision that is gone; list again
+        ├── CompactedError     a watch asked for a revision that is gone; list again
+        ├── LeaseGoneError     the lease named has ended; nothing was written under it
+        └── UnknownOutcomeError  a write got no answer and may have been applied; read again
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from typing import ClassVar
 
 __all__ = [
     "AccessError", "BusyError", "CompactedError", "CoordError", "CorruptError", "Error", "ExistsError",
-    "FencedError", "MismatchError", "NoCheckpointError", "NoSpaceError", "NotFoundError", "PersistError",
-    "StorageError", "TransientError", "UsageError", "VersionError",
+    "FencedError", "LeaseGoneError", "MismatchError", "NoCheckpointError", "NoSpaceError", "NotFoundError",
+    "PersistError", "StorageError", "TransientError", "UnknownOutcomeError", "UsageError", "VersionError",
 ]  # fmt: skip
 
 
@@ -141,3 +143,13 @@ class CompactedError(CoordError):
     def __init__(self, what: str, *, safe: str = "", hint: str = "", compact_revision: int = 0) -> None:
         super().__init__(what, safe=safe, hint=hint)
         self.compact_revision = compact_revision
+
+
+class LeaseGoneError(CoordError):
+    code = "lease-gone"
+
+
+class UnknownOutcomeError(CoordError):
+    """The one CoordError of a write after which the write may have been applied, or may yet be."""
+
+    code = "coord-unknown-outcome"
