@@ -1,1 +1,86 @@
-"""ckptrt."""
+"""Checkpointing and fault tolerance for PyTorch training jobs.
+
+    rt = ckptrt.init("runs/gpt", model=model, optim=optim, every=10, keep=3)
+    rt.restore()
+    for step in range(rt.start_step, steps):
+        ...
+        rt.step(loss=loss)
+    rt.close()
+
+What needs torch is loaded on first use, so `import ckptrt` and everything in ckptrt.storage stay quick and small.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ckptrt.errors import (
+    AccessError,
+    BusyError,
+    CompactedError,
+    CoordError,
+    CorruptError,
+    Error,
+    ExistsError,
+    FencedError,
+    MismatchError,
+    NoCheckpointError,
+    NoSpaceError,
+    NotFoundError,
+    PersistError,
+    StorageError,
+    TransientError,
+    UsageError,
+    VersionError,
+)
+
+if TYPE_CHECKING:
+    from ckptrt.runtime import Runtime, init
+    from ckptrt.snapshot import SaveHandle
+
+    __version__: str
+
+__all__ = [
+    "AccessError",
+    "BusyError",
+    "CompactedError",
+    "CoordError",
+    "CorruptError",
+    "Error",
+    "ExistsError",
+    "FencedError",
+    "MismatchError",
+    "NoCheckpointError",
+    "NoSpaceError",
+    "NotFoundError",
+    "PersistError",
+    "Runtime",
+    "SaveHandle",
+    "StorageError",
+    "TransientError",
+    "UsageError",
+    "VersionError",
+    "__version__",
+    "init",
+]
+
+_LAZY = {"Runtime": "ckptrt.runtime", "init": "ckptrt.runtime", "SaveHandle": "ckptrt.snapshot"}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name on its first use (PEP 562) and keep it."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: object = version("ckptrt")
+    elif name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
