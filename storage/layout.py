@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 __all__ = [
     "COMMITS", "DATA", "FENCES", "MANIFEST", "RUN", "CommitId", "commit_name", "data_dir", "fence_name",
-    "parse_commit_name", "parse_data_dir", "parse_fence_name", "receipt_name", "shard_name",
+    "parse_commit_name", "parse_data_dir", "parse_fence_name", "parse_shard_path", "receipt_name", "shard_name",
 ]  # fmt: skip
 
 RUN = "run.json"
@@ -26,9 +26,10 @@ COMMITS = "commits/"
 DATA = "data/"
 MANIFEST = "manifest.json.zst"
 
-_FENCE = re.compile(r"fences/i(\d{8,})\.json")
-_COMMIT = re.compile(r"commits/s(\d{9,})\.i(\d{8,})\.json")
-_DATA = re.compile(r"data/s(\d{9,})\.i(\d{8,})\.([0-9a-z]{1,32})/?")
+_FENCE = re.compile(r"fences/i([0-9]{8,18})\.json")
+_COMMIT = re.compile(r"commits/s([0-9]{9,18})\.i([0-9]{8,18})\.json")
+_DATA = re.compile(r"data/s([0-9]{9,18})\.i([0-9]{8,18})\.([0-9a-z]{1,32})/?")
+_SHARD_FILE = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 
 
 class CommitId(NamedTuple):
@@ -51,8 +52,9 @@ def data_dir(commit: CommitId, nonce: str) -> str:
     return f"data/s{commit.step:09d}.i{commit.incarnation:08d}.{nonce}/"
 
 
-def shard_name(rank: int) -> str:
-    return f"r{rank:05d}.safetensors"
+def shard_name(rank: int, attempt: int = 0) -> str:
+    """A rank's shard file; a later attempt after a failed write has a name of its own."""
+    return f"r{rank:05d}.safetensors" if attempt == 0 else f"r{rank:05d}.a{attempt}.safetensors"
 
 
 def receipt_name(rank: int) -> str:
@@ -60,15 +62,31 @@ def receipt_name(rank: int) -> str:
 
 
 def parse_fence_name(name: str) -> int | None:
+    """The incarnation that a fence's name says, or None if no writer would have given it that name."""
     match = _FENCE.fullmatch(name)
-    return int(match[1]) if match else None
+    incarnation = int(match[1]) if match else 0
+    return incarnation if match and fence_name(incarnation) == name else None
 
 
 def parse_commit_name(name: str) -> CommitId | None:
+    """What a commit's name says, or None if no writer would have given it that name."""
     match = _COMMIT.fullmatch(name)
-    return CommitId(int(match[1]), int(match[2])) if match else None
+    commit = CommitId(int(match[1]), int(match[2])) if match else None
+    return commit if commit and commit_name(commit) == name else None
 
 
 def parse_data_dir(name: str) -> tuple[CommitId, str] | None:
+    """Commit and nonce of a data folder, with or without its closing slash; None for any other name."""
     match = _DATA.fullmatch(name)
-    return (CommitId(int(match[1]), int(match[2])), match[3]) if match else None
+    if match is None:
+        return None
+    commit = CommitId(int(match[1]), int(match[2]))
+    return (commit, match[3]) if data_dir(commit, match[3]) == name.rstrip("/") + "/" else None
+
+
+def parse_shard_path(name: str) -> tuple[str, str] | None:
+    """Folder and file of a shard's name below data/; None for whatever could point elsewhere."""
+    folder, _, file = name.partition("/")
+    if parse_data_dir(DATA + folder) is None or _SHARD_FILE.fullmatch(file) is None:
+        return None
+    return folder, file

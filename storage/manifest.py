@@ -14,7 +14,7 @@ import xxhash
 import zstandard
 
 from ckptrt.errors import CorruptError
-from ckptrt.storage.records import ManifestHead, ManifestRef, ReceiptRecord, Section, seal, unseal
+from ckptrt.storage.records import ManifestHead, ManifestRef, ReceiptRecord, Section, ShardRecord, seal, unseal
 
 __all__ = ["build", "open_head", "open_section"]
 
@@ -22,10 +22,12 @@ __all__ = ["build", "open_head", "open_section"]
 _EXPANDED_MAX_BYTES = 4 << 30
 
 
-def build(step: int, incarnation: int, receipts: Mapping[int, bytes]) -> tuple[bytes, ManifestRef]:
+def build(
+    step: int, incarnation: int, receipts: Mapping[int, bytes], shards: Mapping[int, ShardRecord]
+) -> tuple[bytes, ManifestRef]:
     """The manifest file made of every rank's sealed receipt, and what the commit must say of it.
 
-    receipts: rank -> bytes of its receipt record; ranks must be 0 to n-1.
+    receipts: rank -> bytes of its receipt record; ranks must be 0 to n-1. shards: the shard that each receipt names.
     """
     if sorted(receipts) != list(range(len(receipts))):
         raise ValueError(f"receipts must come from ranks 0 to {len(receipts) - 1}, not {sorted(receipts)}")
@@ -35,7 +37,8 @@ def build(step: int, incarnation: int, receipts: Mapping[int, bytes]) -> tuple[b
     position = 0
     for rank in sorted(receipts):
         frame = compressor.compress(receipts[rank])
-        sections.append(Section(rank, position, len(frame), xxhash.xxh3_128_hexdigest(frame)))
+        digest, shard = xxhash.xxh3_128_hexdigest(frame), shards[rank]
+        sections.append(Section(rank, position, len(frame), digest, shard.name, shard.size_bytes))
         frames.append(frame)
         position += len(frame)
     head = ManifestHead(step=step, incarnation=incarnation, world_size=len(receipts), sections=tuple(sections))

@@ -1,18 +1,18 @@
-"""Small JSON records that prove themselves: run, fence, commit, receipt, manifest head. Pure.
+r"""Small JSON records that prove themselves: run, fence, commit, receipt, manifest head. Pure.
 
 A record is one line, written only in this form:
 
     {"ckptrt":"1.0","kind":"fence","xxh3":"<16 hex digits>","body":{...}}\n
 
 The version stands first. The digest (xxh3-64) covers version, kind and the body's bytes; all the rest must equal
-what a writer would have written, so any changed byte of the file is found. A newer major version is refused; a newer minor
-one may add fields to a body, which older readers ignore.
+what a writer would have written, so any changed byte of the file is found. A newer major version is refused; a newer
+minor one may add fields to a body, which older readers ignore.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
@@ -69,7 +69,10 @@ class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`data` is the folder's name below data/. Sizes and counts are a summary for lists; the manifest holds."""
+    """`data` is the folder's name below data/. Sizes and counts are a summary for lists; the manifest holds.
+
+    references: other folders below data/ that hold shard files of this checkpoint, so that none is removed too early.
+    """
 
     step: int
     incarnation: int
@@ -80,6 +83,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_tensors: int
     created_at: str
     made_by: str
+    references: tuple[str, ...] = ()
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -128,12 +132,17 @@ class ReceiptRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Section(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank's receipt lies in the manifest, counted from the end of the head frame; xxh3-128 of its frame."""
+    """Where a rank's receipt lies in the manifest, counted from the end of the head frame; xxh3-128 of its frame.
+
+    The shard file's name below data/ and its size stand here too: the head alone tells whether all files are there.
+    """
 
     rank: int
     start: int
     size_bytes: int
     xxh3: str
+    shard: str
+    shard_bytes: int
 
 
 class ManifestHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +162,7 @@ _KINDS: dict[type, str] = {
     ManifestHead: "manifest",
 }
 _ENCODER = msgspec.json.Encoder()
-_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
+_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
 
 
 def seal(record: Record) -> bytes:
@@ -172,7 +181,7 @@ def unseal(kind: type[_T], data: bytes | memoryview, where: str) -> _T:
     version = _VERSION.match(raw)
     if version and int(version[1]) > VERSION[0]:
         raise VersionError(
-            f"{where} was written in format {int(version[1])}.{int(version[2])}; this ckptrt reads up to {VERSION[0]}.x",
+            f"{where} was written in format {int(version[1])}.{int(version[2])}; this one reads up to {VERSION[0]}.x",
             safe="nothing was read or changed",
             hint="install a newer ckptrt",
         )
@@ -181,7 +190,9 @@ def unseal(kind: type[_T], data: bytes | memoryview, where: str) -> _T:
         raise _damaged(where, f"not a ckptrt {_KINDS[kind]} record")
     body = raw[head.end() : -2]
     if head[3].decode() != _KINDS[kind] or int(head[1]) != VERSION[0]:
-        raise _damaged(where, f"a {head[3].decode()} record of format {int(head[1])} where a {_KINDS[kind]} was expected")
+        raise _damaged(
+            where, f"a {head[3].decode()} record of format {int(head[1])} where a {_KINDS[kind]} was expected"
+        )
     # Leading zeros or another minor spelling can't hide a flipped digit: what isn't canonical is damage.
     if head[0] != _head(f"{int(head[1])}.{int(head[2])}", head[3].decode(), body):
         raise _damaged(where, "its digest doesn't fit its contents")

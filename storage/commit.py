@@ -1,0 +1,124 @@
+"""The commit: receipts of all ranks become a manifest, and one create-only write makes the checkpoint exist.
+
+Order: the fence is checked, the receipts are checked, the manifest is written, then the commit record. A crash before
+the last of these leaves no checkpoint; after it there is one. A writer that was paused between check and commit lands
+off the path of the newer fence: see lineage.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptrt.clock import Clock
+from ckptrt.errors import CorruptError, ExistsError, StorageError
+from ckptrt.storage.catalog import Catalog, CommitInfo
+from ckptrt.storage.checkpoint import check_commit
+from ckptrt.storage.layout import DATA, MANIFEST, CommitId, commit_name, fence_name, parse_shard_path
+from ckptrt.storage.manifest import build
+from ckptrt.storage.records import CommitRecord, ReceiptRecord, seal, unseal
+from ckptrt.storage.tiers import Tier
+
+__all__ = ["commit"]
+
+
+def commit(
+    tier: Tier,
+    catalog: Catalog,
+    step: int,
+    incarnation: int,
+    data: str,
+    receipts: Mapping[int, bytes],
+    made_by: str,
+    clock: Clock,
+) -> CommitInfo:
+    """Make the checkpoint of `step` exist; all shard files that the receipts name must be durable already.
+
+    data: the folder's name below data/. receipts: rank -> sealed receipt, of all ranks. May be repeated after an
+    error: what is there already and equal is taken for done. Raises FencedError if a newer incarnation owns the
+    run, CorruptError if the receipts don't belong together (nothing is written then), StorageError otherwise.
+    """
+    commit_id = CommitId(step, incarnation)
+    _check_fence(catalog, incarnation)
+    shards = _check_receipts(commit_id, receipts)
+    manifest, reference = build(step, incarnation, receipts, {rank: r.shard for rank, r in shards.items()})
+    folders = {receipt.shard.name.partition("/")[0] for receipt in shards.values()}
+    record = CommitRecord(
+        step=step,
+        incarnation=incarnation,
+        world_size=len(receipts),
+        data=data,
+        manifest=reference,
+        size_bytes=sum(receipt.shard.size_bytes for receipt in shards.values()),
+        num_tensors=len({(t.key, r.rank if t.rank_only else None) for r in shards.values() for t in r.tensors}),
+        created_at=clock.wall_iso(),
+        made_by=made_by,
+        references=tuple(sorted(folders - {data})),
+    )
+    check_commit(record, commit_id, commit_name(commit_id))
+    _create_manifest(tier, f"{DATA}{data}/{MANIFEST}", manifest)
+    record = _create_commit(tier, commit_id, record)
+    return CommitInfo(id=commit_id, state="committed", record=record)
+
+
+def _check_fence(catalog: Catalog, incarnation: int) -> None:
+    newest = catalog.newest_incarnation()
+    if newest > incarnation:
+        raise catalog.fenced_error(incarnation, newest)
+    if newest < incarnation:
+        raise StorageError(
+            f"incarnation {incarnation} may not commit: {catalog.tier.url}/{fence_name(incarnation)} is missing",
+            safe="all checkpoints committed before",
+            hint="a fence is written before an incarnation starts; find out who removed it",
+        )
+
+
+def _check_receipts(commit_id: CommitId, receipts: Mapping[int, bytes]) -> dict[int, ReceiptRecord]:
+    """Every rank's receipt, read back and found to belong to this checkpoint."""
+    world_size = len(receipts)
+    missing = sorted(set(range(max(receipts, default=0) + 1)) - set(receipts))
+    if missing:
+        raise CorruptError(f"step {commit_id.step} can't be committed: no receipt of rank {missing[0]}")
+    found: dict[int, ReceiptRecord] = {}
+    for rank in sorted(receipts):
+        where = f"the receipt of rank {rank} for step {commit_id.step}"
+        receipt = unseal(ReceiptRecord, receipts[rank], where)
+        if (receipt.step, receipt.incarnation) != commit_id or receipt.rank != rank:
+            raise CorruptError(
+                f"{where} is of step {receipt.step}, incarnation {receipt.incarnation}, rank {receipt.rank}"
+            )
+        if receipt.world_size != world_size:
+            raise CorruptError(f"{where} is of a world of {receipt.world_size} ranks, but {world_size} sent one")
+        if parse_shard_path(receipt.shard.name) is None:
+            raise CorruptError(f"{where} names a shard file outside data/: {receipt.shard.name!r}")
+        found[rank] = receipt
+    return found
+
+
+def _create_manifest(tier: Tier, name: str, data: bytes) -> None:
+    try:
+        tier.create(name, data)
+    except ExistsError:
+        if tier.read(name) != data:
+            raise StorageError(
+                f"{tier.url}/{name} is there already with other contents",
+                safe="all committed checkpoints; nothing was changed",
+                hint="every attempt at a checkpoint needs a data folder of its own",
+            ) from None
+
+
+def _create_commit(tier: Tier, commit_id: CommitId, record: CommitRecord) -> CommitRecord:
+    """The commit point. Gives the record that is in the store: ours, or our own of an earlier try."""
+    name = commit_name(commit_id)
+    try:
+        tier.create(name, seal(record))
+    except ExistsError:
+        there = unseal(CommitRecord, tier.read(name), f"{tier.url}/{name}")
+        if (there.data, there.manifest) != (record.data, record.manifest):
+            raise StorageError(
+                f"step {commit_id.step} of incarnation {commit_id.incarnation} is already committed, with other data "
+                f"({there.data} by {there.made_by} at {there.created_at})",
+                safe="the checkpoint that is there; this one was not published",
+                hint="two writers act for one incarnation: stop one of them",
+            ) from None
+        return there
+    return record

@@ -1,0 +1,30 @@
+"""Who and what writes a record: for people who look for the other job."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+from importlib.metadata import PackageNotFoundError, version
+
+from ckptrt.storage.records import Owner
+
+__all__ = ["made_by", "this_owner"]
+
+
+def this_owner() -> Owner:
+    """This process."""
+    uid = os.getuid()
+    try:
+        user = pwd.getpwuid(uid).pw_name
+    except KeyError:  # usual in containers
+        user = str(uid)
+    return Owner(host=socket.gethostname(), pid=os.getpid(), user=user)
+
+
+def made_by() -> str:
+    """The writing program and its version."""
+    try:
+        return f"ckptrt {version('ckptrt')}"
+    except PackageNotFoundError:  # run from a bare source tree
+        return "ckptrt"
