@@ -1,0 +1,148 @@
+"""Modules: parameters and buffers by name, as `state_dict()` gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckptrt.adapters import sharding
+from ckptrt.adapters.base import Capture, Loading, SavedComponent, TensorItem, Want
+from ckptrt.adapters.objects import decode, encode
+from ckptrt.adapters.wants import check_tensor, landing, mismatch
+from ckptrt.errors import UsageError
+
+__all__ = ["ModuleAdapter", "unwrap"]
+
+
+def unwrap(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
+    """The user's own module inside DDP and torch.compile wrappers, and whether DDP keeps it equal on all ranks."""
+    replicated = False
+    while True:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            module, replicated = module.module, True
+        elif "_orig_mod" in module._modules:
+            module = module._modules["_orig_mod"]  # type: ignore[assignment]
+        else:
+            return module, replicated
+
+
+class ModuleAdapter:
+    """An nn.Module.
+
+    Under DDP, parameters and buffers are equal on all ranks and stored once, spread over them. A DTensor is stored
+    by its shards. A plain tensor in an unwrapped module is taken as the rank's own unless there is one rank only.
+    Tensors that share their memory (tied weights) are stored once, under the first name.
+    """
+
+    def __init__(self, name: str, module: torch.nn.Module, ranks: tuple[int, ...]) -> None:
+        self.name = name
+        self._module, replicated = unwrap(module)
+        self._replicas = ranks if replicated or len(ranks) == 1 else None
+        if not replicated and any("_orig_mod" in key for key in self._module.state_dict()):
+            raise UsageError(f"{name}: a submodule is compiled by itself, so that its names differ from the plain ones")
+
+    def capture(self) -> Capture:
+        items: list[TensorItem] = []
+        first_of: dict[tuple[Any, ...], str] = {}
+        ties: dict[str, str] = {}
+        extra: dict[str, Any] = {}
+        for key, value in self._module.state_dict().items():
+            if not isinstance(value, torch.Tensor):
+                extra[key] = encode(value, f"{self.name}.{key}")
+                continue
+            identity = _identity(value)
+            if identity in first_of:
+                ties[key] = first_of[identity]
+                continue
+            if identity is not None:
+                first_of[identity] = key
+            found = sharding.item(f"{self.name}.{key}", value, self._replicas)
+            if found is not None:
+                items.append(found)
+        data = {name: part for name, part in (("ties", ties), ("extra", extra)) if part}
+        return Capture(items=tuple(items), data=data or None)
+
+    def prepare(self, saved: SavedComponent) -> Loading:
+        data = saved.data or {}
+        ties: Mapping[str, str] = data.get("ties", {})
+        extra: Mapping[str, Any] = data.get("extra", {})
+        live = self._module.state_dict()
+        tensors = {key: value for key, value in live.items() if isinstance(value, torch.Tensor)}
+        self._check_keys(set(live), set(saved.tensors) | set(ties) | set(extra))
+        self._check_ties(tensors, ties)
+        wants: list[Want] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        problems: list[str] = []
+        for key, value in tensors.items():
+            stored = ties.get(key, key)
+            problem = check_tensor(f"{self.name}.{key}", value, saved.tensors[stored])
+            if problem:
+                problems.append(problem)
+                continue
+            want, out = landing(f"{self.name}.{stored}", value)
+            if want is not None:
+                wants.append(want)
+            copies.append((value, out))
+        if problems:
+            raise mismatch(self.name, problems)
+        extras = {key: decode(extra[key]) for key in extra}
+        return Loading(wants=tuple(wants), apply=lambda: self._apply(live, copies, extras))
+
+    def _apply(
+        self, live: dict[str, Any], copies: list[tuple[torch.Tensor, torch.Tensor]], extras: Mapping[str, Any]
+    ) -> None:
+        # state_dict() gives views of the live tensors. Where a hook gives something else, writing to it would be lost.
+        owned = {id_ for tensor in _tensors_of(self._module) if (id_ := _identity(tensor)) is not None}
+        aliased = all(_identity(value) in owned or not value.numel() for value, _ in copies)
+        with torch.no_grad():
+            if aliased and not extras:
+                for value, out in copies:
+                    sharding.local_of(value).copy_(out)
+                return
+            loaded = dict(live)
+            for key, value in live.items():
+                if isinstance(value, torch.Tensor):
+                    loaded[key] = value.detach().clone()
+            for (key, value), (_, out) in zip(
+                ((k, v) for k, v in loaded.items() if isinstance(v, torch.Tensor)), copies, strict=True
+            ):
+                sharding.local_of(value).copy_(out)
+            loaded.update(extras)
+            self._module.load_state_dict(loaded, strict=True)
+
+    def _check_keys(self, live: set[str], stored: set[str]) -> None:
+        problems = [f"missing   {self.name}.{key}   not in the checkpoint" for key in sorted(live - stored)]
+        problems += [f"extra     {self.name}.{key}   in the checkpoint only" for key in sorted(stored - live)]
+        if problems:
+            raise mismatch(self.name, problems)
+
+    def _check_ties(self, tensors: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> None:
+        """Names that share memory here must have been one tensor there, or one would overwrite the other."""
+        stored_of: dict[tuple[Any, ...], tuple[str, str]] = {}
+        for key, value in tensors.items():
+            identity = _identity(value)
+            if identity is None:
+                continue
+            stored = ties.get(key, key)
+            first, first_stored = stored_of.setdefault(identity, (key, stored))
+            if first_stored != stored:
+                raise mismatch(
+                    self.name, [f"tied      {self.name}.{key} shares memory with {first} here, but was stored apart"]
+                )
+
+
+def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """What two names of one piece of memory have in common; None for memory that nothing can share."""
+    local = tensor.detach()
+    if isinstance(local, DTensor):
+        local = local.to_local()
+    if local.is_meta or local.layout is not torch.strided or not local.numel():
+        return None
+    return (local.data_ptr(), local.dtype, tuple(local.shape), local.stride())

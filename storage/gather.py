@@ -1,0 +1,278 @@
+"""From receipts to a commit: what the coordinator does, and how the others learn of it.
+
+One `RunWriter` serves the ranks of one node in one incarnation. The node with rank 0 coordinates: it holds the
+receipts of its own ranks, reads the others' from the storage by their known names, and commits when it has all.
+The other nodes look for the commit record by its known name. No rank waits for another, and nothing here needs a
+listing to be right.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ckptrt.clock import Clock, SystemClock
+from ckptrt.errors import Error, FencedError, NotFoundError, PersistError, StorageError
+from ckptrt.faultpoints import faultpoint
+from ckptrt.storage import layout
+from ckptrt.storage.catalog import Catalog
+from ckptrt.storage.commit import commit
+from ckptrt.storage.layout import CommitId
+from ckptrt.storage.tiers.base import Tier
+
+__all__ = ["Attempt", "Notice", "RunWriter"]
+
+_log = logging.getLogger(__name__)
+
+# Who waits for other nodes asks again after this long, growing to the maximum.
+_POLL_FIRST_S = 0.01
+_POLL_MAX_S = 1.0
+# A step whose ranks are all gone from here can still be finished by what other nodes wrote; not for ever.
+_ORPHAN_TIMEOUT_S = 30.0
+_FENCE_CHECK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One incarnation's writing into one run: what all its ranks know without asking each other."""
+
+    url: str
+    incarnation: int
+    world_size: int
+    nonce: str
+    made_by: str
+    keep: int | None
+
+    def folder(self, step: int) -> str:
+        return layout.data_dir(CommitId(step, self.incarnation), self.nonce)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """What became of a step: committed, or an error."""
+
+    step: int
+    error: Error | None = None
+
+
+@dataclass(slots=True)
+class _Pending:
+    receipts: dict[int, bytes] = field(default_factory=dict)
+    since_s: float = 0.0
+
+
+class RunWriter:
+    """Gathers receipts of one attempt and commits, or waits for the commit of another node's coordinator.
+
+    notify is called from the writer's own thread with what became of each step.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        tier: Tier,
+        notify: Callable[[Notice], None],
+        after_commit: Callable[[Catalog], None],
+        clock: Clock | None = None,
+    ) -> None:
+        self.attempt = attempt
+        self.tier = tier
+        self.catalog = Catalog(tier)
+        self._notify = notify
+        self._after_commit = after_commit
+        self._clock = clock or SystemClock()
+        self._ranks: dict[int, int] = {}  # rank -> pid of the local ranks seen in this attempt, gone ones too
+        self._live: set[int] = set()
+        self._pending: dict[int, _Pending] = {}
+        self._changed = threading.Condition()
+        self._poll_s = _POLL_FIRST_S
+        self._fence_checked_s = self._clock.monotonic_s()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"commit-i{attempt.incarnation}", daemon=True)
+        self._thread.start()
+
+    def join_rank(self, rank: int, pid: int) -> None:
+        with self._changed:
+            self._ranks[rank] = pid
+            self._live.add(rank)
+
+    def leave_rank(self, rank: int, pid: int) -> None:
+        """The rank's process is gone and all that it had handed over is written or failed."""
+        with self._changed:
+            if self._ranks.get(rank) == pid:
+                self._live.discard(rank)
+            self._changed.notify()
+
+    def expect(self, step: int) -> None:
+        """A rank has handed over a snapshot of this step."""
+        with self._changed:
+            self._pending.setdefault(step, _Pending(since_s=self._clock.monotonic_s()))
+
+    def add(self, step: int, rank: int, receipt: bytes) -> None:
+        """A local rank's shard file is durable."""
+        with self._changed:
+            self._pending.setdefault(step, _Pending(since_s=self._clock.monotonic_s())).receipts[rank] = receipt
+            self._poll_s = _POLL_FIRST_S
+            self._changed.notify()
+
+    def fail(self, step: int, error: Error) -> None:
+        """A local rank could not write: the step can't be committed, its other ranks are told at once."""
+        with self._changed:
+            known = self._pending.pop(step, None)
+        if known is not None:
+            self._notify(Notice(step=step, error=error))
+
+    def idle(self) -> bool:
+        """Whether nothing is left to do for anybody."""
+        with self._changed:
+            return not self._live and not self._pending
+
+    def close(self) -> None:
+        """Stop when nothing is pending any more."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    # --- the writer's thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._ready, timeout=self._timeout_s())
+                if self._closing and not self._pending:
+                    return
+                steps = sorted(self._pending)
+            try:
+                self._advance(steps)
+            except StorageError as error:
+                # The store is unwell: what is pending stays so, and is tried again after a while.
+                _log.warning("run %s: waiting for the storage to commit steps %s: %s", self.attempt.url, steps, error.what)
+            self._drop_orphans()
+
+    def _ready(self) -> bool:
+        if self._closing and not self._pending:
+            return True
+        return self._coordinates() and any(len(p.receipts) == self.attempt.world_size for p in self._pending.values())
+
+    def _timeout_s(self) -> float | None:
+        if not self._pending:
+            return None
+        self._poll_s = min(self._poll_s * 1.5, _POLL_MAX_S)
+        return self._poll_s
+
+    def _coordinates(self) -> bool:
+        return 0 in self._ranks
+
+    def _advance(self, steps: list[int]) -> None:
+        for step in steps:
+            with self._changed:
+                pending = self._pending.get(step)
+            if pending is None:
+                continue
+            if self._coordinates():
+                self._fetch_missing(step, pending)
+                if len(pending.receipts) == self.attempt.world_size:
+                    self._commit(step, pending)
+            elif self._is_committed(step):
+                self._finish(step, None)
+        self._check_fence()
+
+    def _fetch_missing(self, step: int, pending: _Pending) -> None:
+        folder = self.attempt.folder(step)
+        # Ranks of this node hand their receipts over by themselves; only the others' must be looked for.
+        missing = {
+            folder + layout.receipt_name(rank): rank
+            for rank in range(self.attempt.world_size)
+            if rank not in pending.receipts and rank not in self._ranks
+        }
+        if missing:
+            for name, data in self.tier.read_many(missing).items():
+                pending.receipts[missing[name]] = data
+
+    def _commit(self, step: int, pending: _Pending) -> None:
+        facts = {"step": step, "incarnation": self.attempt.incarnation}
+        for rank, pid in self._ranks.items():
+            faultpoint("committing", rank=rank, pid=pid, **facts)
+        try:
+            commit(
+                self.tier,
+                self.catalog,
+                step=step,
+                incarnation=self.attempt.incarnation,
+                data=self.attempt.folder(step).removeprefix(layout.DATA).rstrip("/"),
+                receipts=dict(pending.receipts),
+                made_by=self.attempt.made_by,
+                clock=self._clock,
+            )
+        except Error as error:
+            self._finish(step, error)
+            return
+        for rank, pid in self._ranks.items():
+            faultpoint("committed", rank=rank, pid=pid, **facts)
+        self._finish(step, None)
+        self._after_commit(self.catalog)
+
+    def _is_committed(self, step: int) -> bool:
+        try:
+            self.tier.size(layout.commit_name(CommitId(step, self.attempt.incarnation)))
+        except NotFoundError:
+            return False
+        return True
+
+    def _finish(self, step: int, error: Error | None) -> None:
+        """Tell of a step, and of older ones that a commit has overtaken."""
+        with self._changed:
+            done = [(step, error)] if self._pending.pop(step, None) is not None else []
+            if error is None:
+                late = PersistError(
+                    f"step {step} was committed before all ranks had written an older one",
+                    safe=f"step {step} is committed",
+                )
+                done += [(old, late) for old in sorted(self._pending) if old < step]
+                for old, _ in done[1:]:
+                    del self._pending[old]
+        for old, outcome in done:
+            self._notify(Notice(step=old, error=outcome))
+
+    def _check_fence(self) -> None:
+        """What waits for others may wait for a world that is gone: a newer fence ends it."""
+        now_s = self._clock.monotonic_s()
+        with self._changed:
+            steps = sorted(self._pending)
+        if not steps or now_s - self._fence_checked_s < _FENCE_CHECK_S:
+            return
+        self._fence_checked_s = now_s
+        newest = self.catalog.newest_fence()
+        if newest is not None and newest.incarnation > self.attempt.incarnation:
+            for step in steps:
+                self._finish(step, fenced(self.attempt.url, step, self.attempt.incarnation, newest.incarnation))
+
+    def _drop_orphans(self) -> None:
+        """Give up steps that can't be completed: every rank of this node is gone and some receipt will never come."""
+        now_s = self._clock.monotonic_s()
+        with self._changed:
+            if self._live:
+                return
+            everybody_local = len(self._ranks) == self.attempt.world_size
+            orphans = [
+                step
+                for step, pending in self._pending.items()
+                if len(pending.receipts) < self.attempt.world_size
+                and (everybody_local or now_s - pending.since_s > _ORPHAN_TIMEOUT_S)
+            ]
+            for step in orphans:
+                del self._pending[step]
+        for step in orphans:
+            _log.info("run %s: step %d is given up, its ranks are gone", self.attempt.url, step)
+
+
+def fenced(url: str, step: int, incarnation: int, newer: int) -> FencedError:
+    """The error of a writer that was overtaken."""
+    return FencedError(
+        f"run {url}: incarnation {newer} has taken over from incarnation {incarnation}, step {step} can't be committed",
+        safe="all that was committed before is untouched",
+        hint="stop this job: another one owns the run now",
+    )

@@ -1,0 +1,330 @@
+"""The persister: the torch-free process of a node that turns slots into shard files, receipts and commits.
+
+    python -m ckptrt.storage.persister --socket PATH --control-fd N
+
+Ranks connect to the socket, send a `hello` with the descriptor of their arena, and `submit` sealed slots. From then
+on the rank may die: the slot is written, and committed if all other ranks' are. When the control descriptor reaches
+its end (whoever started this process is gone or done) it finishes what it was given and exits.
+
+    hello   url options incarnation world_size nonce made_by keep rank pid, + arena  ->  ready | error
+    submit  step slot again                                                          ->  persisted, committed | failed
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptrt import wire
+from ckptrt.errors import CorruptError, Error, ExistsError, PersistError
+from ckptrt.faultpoints import faultpoint
+from ckptrt.storage import layout
+from ckptrt.storage.catalog import Catalog
+from ckptrt.storage.gather import Attempt, Notice, RunWriter
+from ckptrt.storage.prune import prune_committed
+from ckptrt.storage.records import ReceiptRecord, ShardRecord, seal, unseal
+from ckptrt.storage.shardfile import CHUNK_BYTES, chunk_digests
+from ckptrt.storage.slots import ArenaView, SlotHeader, SlotMeta
+from ckptrt.storage.tiers.base import Tier
+from ckptrt.storage.tiers.registry import open_tier
+
+__all__ = ["main", "write_shard"]
+
+_log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 8 << 20  # one write; two digest chunks
+_NAMES_MAX = 100  # attempts at a shard file's name before giving up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    step: int
+    slot: int
+    again: bool
+
+
+class _Pieces(Sequence[memoryview]):
+    """A slot's image in pieces for a tier, digested as they pass by. May be gone through again after a failure."""
+
+    def __init__(self, image: memoryview) -> None:
+        self._image = image
+        self._digests: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return -(-len(self._image) // _PIECE_BYTES)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        piece = self._image[index * _PIECE_BYTES : (index + 1) * _PIECE_BYTES]
+        if index not in self._digests:
+            self._digests[index] = chunk_digests(piece)
+        return piece
+
+    def digests(self) -> str:
+        return "".join(self._digests[index] for index in range(len(self)))
+
+
+def write_shard(
+    tier: Tier, folder: str, header: SlotHeader, meta: SlotMeta, image: memoryview, *, again: bool = False
+) -> bytes:
+    """Make one rank's snapshot durable: its shard file, then its receipt. Returns the receipt's bytes.
+
+    folder: the attempt's data folder, with its slash. again: an earlier persister may have got some way; its
+    receipt, if there is one, is adopted, and a shard file without one is left for prune.
+    """
+    receipt_name = folder + layout.receipt_name(header.rank)
+    if again:
+        with contextlib.suppress(Error):
+            return _adopt(tier, receipt_name, header)
+    for attempt in range(_NAMES_MAX):
+        name = folder + layout.shard_name(header.rank, attempt)
+        pieces = _Pieces(image)
+        try:
+            tier.write(name, pieces, len(image))
+            break
+        except ExistsError:
+            continue
+    else:
+        raise PersistError(f"{tier.url}: {_NAMES_MAX} shard files of rank {header.rank} are in {folder} already")
+    shard = ShardRecord(
+        name=name.removeprefix(layout.DATA),
+        size_bytes=len(image),
+        chunk_bytes=CHUNK_BYTES,
+        chunks=pieces.digests(),
+    )
+    receipt = seal(
+        ReceiptRecord(
+            rank=header.rank,
+            world_size=header.world_size,
+            step=header.step,
+            incarnation=header.incarnation,
+            shard=shard,
+            tensors=meta.tensors,
+            objects=meta.objects,
+        )
+    )
+    try:
+        tier.create(receipt_name, receipt)
+    except ExistsError:
+        return _adopt(tier, receipt_name, header)
+    return receipt
+
+
+def _adopt(tier: Tier, name: str, header: SlotHeader) -> bytes:
+    """The receipt that is there already, if it tells of the same snapshot."""
+    data = tier.read(name)
+    found = unseal(ReceiptRecord, data, f"{tier.url}/{name}")
+    if (found.step, found.incarnation, found.rank) != (header.step, header.incarnation, header.rank):
+        raise CorruptError(f"{tier.url}/{name} tells of step {found.step}, rank {found.rank}: not what its name says")
+    return data
+
+
+class _Client:
+    """One rank's connection: a thread that listens to it and one that writes its slots, in order."""
+
+    def __init__(self, persister: Persister, channel: wire.Channel) -> None:
+        self._persister = persister
+        self._channel = channel
+        self._sending = threading.Lock()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.rank = -1
+        self.pid = 0
+
+    def serve(self) -> None:
+        try:
+            self._serve()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.info("a rank's connection ended: %s", error)
+        finally:
+            self._channel.close()
+
+    def _serve(self) -> None:
+        first = self._channel.receive()
+        if first is None:
+            return
+        message, fds = first
+        try:
+            attempt, options, arena = self._greet(message, fds)
+            writer = self._persister.writer(attempt, options)
+        except Error as error:
+            self.send(error_message("error", error))
+            return
+        writer.join_rank(self.rank, self.pid)
+        self._persister.watch(self, attempt)
+        self.send({"op": "ready"})
+        work = threading.Thread(target=self._work, args=(writer, arena), name=f"write-r{self.rank}", daemon=True)
+        work.start()
+        try:
+            while (received := self._channel.receive()) is not None:
+                job = received[0]
+                writer.expect(int(job["step"]))
+                self._jobs.put(_Job(step=int(job["step"]), slot=int(job["slot"]), again=bool(job.get("again"))))
+        finally:
+            self._jobs.put(None)
+            work.join()
+            self._persister.unwatch(self)
+            writer.leave_rank(self.rank, self.pid)
+
+    def _greet(self, message: wire.Message, fds: tuple[int, ...]) -> tuple[Attempt, dict[str, Any], ArenaView]:
+        try:
+            arena = ArenaView(fds[0])
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self.rank, self.pid = int(message["rank"]), int(message["pid"])
+        attempt = Attempt(
+            url=message["url"],
+            incarnation=int(message["incarnation"]),
+            world_size=int(message["world_size"]),
+            nonce=message["nonce"],
+            made_by=message["made_by"],
+            keep=message["keep"],
+        )
+        return attempt, dict(message["options"]), arena
+
+    def _work(self, writer: RunWriter, arena: ArenaView) -> None:
+        while (job := self._jobs.get()) is not None:
+            started_s = time.monotonic()
+            try:
+                receipt, size_bytes = self._write(writer, arena, job)
+            except Exception as cause:
+                error = cause if isinstance(cause, Error) else PersistError(f"rank {self.rank}: {cause!r}")
+                _log.warning("step %d, rank %d could not be written: %s", job.step, self.rank, error.what)
+                writer.fail(job.step, error)
+                continue
+            took_s = time.monotonic() - started_s
+            self.send({"op": "persisted", "step": job.step, "size_bytes": size_bytes, "took_s": took_s})
+            writer.add(job.step, self.rank, receipt)
+        # The views of images are gone with the last job; the map itself may go too.
+        arena.close()
+
+    def _write(self, writer: RunWriter, arena: ArenaView, job: _Job) -> tuple[bytes, int]:
+        header = arena.header(job.slot)
+        if header is None or header.step != job.step:
+            raise PersistError(f"slot {job.slot} of rank {self.rank} doesn't hold step {job.step}")
+        facts = {"rank": self.rank, "step": job.step, "incarnation": header.incarnation, "pid": self.pid}
+        faultpoint("persisting", **facts)
+        image = arena.image(job.slot, header.image_bytes)
+        try:
+            folder = writer.attempt.folder(job.step)
+            receipt = write_shard(writer.tier, folder, header, arena.meta(job.slot, header), image, again=job.again)
+        finally:
+            image.release()
+        faultpoint("persisted", **facts)
+        return receipt, header.image_bytes
+
+    def send(self, message: wire.Message) -> None:
+        """Tell the rank; if it is gone there is nobody to tell."""
+        with self._sending, contextlib.suppress(OSError):
+            self._channel.send(message)
+
+
+class Persister:
+    """Accepts ranks and keeps one `RunWriter` for each attempt that they belong to."""
+
+    def __init__(self, socket_path: str) -> None:
+        self._listener = wire.listen(socket_path)
+        self._lock = threading.Lock()
+        self._writers: dict[tuple[str, int], RunWriter] = {}
+        self._clients: dict[_Client, tuple[str, int]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def serve(self) -> None:
+        """Accept ranks until `stop`."""
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            client = _Client(self, wire.Channel(sock))
+            thread = threading.Thread(target=client.serve, daemon=True)
+            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+            thread.start()
+
+    def stop(self) -> None:
+        """Take no more ranks, finish what is queued, commit what can be, and return."""
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+        for writer in list(self._writers.values()):
+            writer.close()
+
+    def writer(self, attempt: Attempt, options: dict[str, Any]) -> RunWriter:
+        key = (attempt.url, attempt.incarnation)
+        with self._lock:
+            for old in [k for k, w in self._writers.items() if k != key and w.idle()]:
+                self._writers.pop(old).close()
+            if key not in self._writers:
+                tier = open_tier(attempt.url, **options)
+                self._writers[key] = RunWriter(
+                    attempt,
+                    tier,
+                    notify=lambda notice: self._tell(key, notice),
+                    after_commit=lambda catalog: self._prune(key, attempt, catalog),
+                )
+            return self._writers[key]
+
+    def watch(self, client: _Client, attempt: Attempt) -> None:
+        with self._lock:
+            self._clients[client] = (attempt.url, attempt.incarnation)
+
+    def unwatch(self, client: _Client) -> None:
+        with self._lock:
+            self._clients.pop(client, None)
+
+    def _tell(self, key: tuple[str, int], notice: Notice) -> None:
+        if notice.error is None:
+            self._broadcast(key, {"op": "committed", "step": notice.step})
+        else:
+            self._broadcast(key, {**error_message("failed", notice.error), "step": notice.step})
+
+    def _broadcast(self, key: tuple[str, int], message: wire.Message) -> None:
+        with self._lock:
+            clients = [client for client, belongs in self._clients.items() if belongs == key]
+        for client in clients:
+            client.send(message)
+
+    def _prune(self, key: tuple[str, int], attempt: Attempt, catalog: Catalog) -> None:
+        if attempt.keep is None:
+            return
+        try:
+            prune_committed(catalog, keep_last=attempt.keep)
+        except Error as error:
+            self._broadcast(key, {**error_message("warning", error)})
+
+
+def error_message(op: str, error: Error) -> wire.Message:
+    """An error as a message; `ckptrt.persist` makes it an exception again."""
+    return {"op": op, "code": error.code, "what": error.what, "safe": error.safe, "hint": error.hint}
+
+
+def main() -> None:
+    """Serve until the control descriptor ends."""
+    parser = argparse.ArgumentParser(prog="ckptrt-persister")
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--control-fd", type=int, required=True)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="ckptrt persister: %(message)s")
+    # Signals meant for the training (ctrl-C, a scheduler's notice) must not stop the saving; the control descriptor does.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(5)
+    persister = Persister(args.socket)
+    threading.Thread(target=persister.serve, daemon=True).start()
+    while os.read(args.control_fd, 4096):
+        pass
+    persister.stop()
+
+
+if __name__ == "__main__":
+    main()
