@@ -9,7 +9,8 @@ import os
 from dataclasses import dataclass
 
 __all__ = [
-    "AGENT_SOCKET", "DIR", "ETCD", "FAULTS", "INCARNATION", "LAUNCHED_AT", "RESUME", "RUN_ID", "WorkerEnv", "faults",
+    "AGENT_SOCKET", "DIR", "ETCD", "FAULTS", "INCARNATION", "LAUNCHED_AT", "RESUME", "RUN_ID", "WorkerEnv",
+    "error_file", "etcd_binary", "faults", "launch_environ", "replace", "setting",
 ]  # fmt: skip
 
 DIR = "CKPTRT_DIR"  # the run's directory or URL, when ckptrt.init() is given none
@@ -54,3 +55,29 @@ class WorkerEnv:
 def faults() -> str:
     """The fault points that a test asked for, or an empty text."""
     return os.environ.get(FAULTS, "")
+
+
+def launch_environ(drop: tuple[str, ...] = (INCARNATION, RESUME, AGENT_SOCKET, LAUNCHED_AT)) -> dict[str, str]:
+    """A copy of the whole environment for child processes, without what another launcher said of its own workers."""
+    return {name: value for name, value in os.environ.items() if name not in drop}
+
+
+def replace(environ: dict[str, str]) -> None:
+    """Make `environ` this process's environment, for C libraries too. For a forked worker, before its first line."""
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+def setting(name: str) -> str | None:
+    """The launcher's option `--ckpt-<name>` as the variable CKPTRT_<NAME> gives it."""
+    return os.environ.get("CKPTRT_" + name.upper().replace("-", "_"))
+
+
+def error_file() -> str:
+    """Where torch elastic wants this process to describe the exception that ends it, or an empty text."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+
+
+def etcd_binary() -> str | None:
+    """The etcd binary that the user wants started, or None to look for one."""
+    return os.environ.get(ETCD) or None
