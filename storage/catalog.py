@@ -249,6 +249,10 @@ class Catalog:
             return CommitInfo(id=commit, state="damaged", reason=problems[0] + more, record=record)
         return CommitInfo(id=commit, state="committed", record=record)
 
+    def commit_ids(self) -> list[CommitId]:
+        """Every commit by its name alone, on the path or not."""
+        return list(self._commit_names().values())
+
     def read_commit(self, commit: CommitId) -> CommitRecord:
         """A commit's record, verified and checked against its name."""
         name = commit_name(commit)

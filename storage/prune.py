@@ -1,0 +1,307 @@
+"""Making room: a plan of what goes and why, then its execution.
+
+What may go: commits beyond the newest `keep_last` good ones, commits off the path, and data folders that no kept
+commit needs. What never goes: the newest good checkpoint, any folder that a kept commit refers to, and data that may
+still be in the making. Commit records go first, then data: after a kill in between only unreferenced data is left,
+which the next prune finds. Data folders are listed before commits, so one that is committed meanwhile is seen as such.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckptrt.errors import CorruptError, NotFoundError, StorageError, UsageError
+from ckptrt.storage.catalog import Catalog, CommitInfo
+from ckptrt.storage.layout import DATA, CommitId, commit_name, parse_data_dir
+from ckptrt.storage.lineage import Lineage
+
+__all__ = [
+    "GRACE_S", "Kept", "PrunePlan", "PrunePolicy", "PruneResult", "Removal", "execute", "plan_prune", "prune_committed",
+]  # fmt: skip
+
+# Longer than any lease and any pause of a writer that still counts as alive.
+GRACE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrunePolicy:
+    """keep_last: how many good checkpoints stay, at least 1.
+
+    grace_s: commits off the path and data without a commit stay until they are as old as this.
+    removed_grace_s: the same for data of commits that this very plan removes.
+    overtaken_only: leave commits off the path alone until the path has passed their step, and those of branches that
+    were left altogether for good: nothing of an abandoned branch is lost unless somebody asks for it.
+    """
+
+    keep_last: int
+    grace_s: float = GRACE_S
+    removed_grace_s: float = GRACE_S
+    overtaken_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise UsageError(f"can't keep {self.keep_last} checkpoints: at least the newest good one stays")
+        if self.grace_s < 0 or self.removed_grace_s < 0:
+            raise UsageError("a grace time can't be negative")
+
+    def __str__(self) -> str:
+        return (
+            f"keep the last {self.keep_last} good checkpoint{'s' * (self.keep_last > 1)}; data without a commit "
+            f"goes once it is {self.grace_s:g} s old"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A commit that stays, and the rule by which it does."""
+
+    id: CommitId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    """A commit record or a data folder (its name ends in a slash) that goes, or will go when it is old enough."""
+
+    name: str
+    id: CommitId
+    reason: str
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrunePlan:
+    """All newest first. `waiting` is dead too, but younger than the grace time: a later prune takes it."""
+
+    rule: str
+    newest_incarnation: int
+    kept: tuple[Kept, ...]
+    commits: tuple[Removal, ...]
+    folders: tuple[Removal, ...]
+    waiting: tuple[Removal, ...]
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(folder.size_bytes for folder in self.folders)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.commits and not self.folders
+
+
+@dataclass(slots=True, kw_only=True)
+class PruneResult:
+    """What an execution did; `errors` are what could not be deleted (it is tried again by the next prune)."""
+
+    deleted: list[str] = field(default_factory=list)
+    freed_bytes: int = 0
+    errors: list[StorageError] = field(default_factory=list)
+
+
+def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> PrunePlan:
+    """Decide what goes; changes nothing.
+
+    now_s: seconds since 1970, compared with the store's times of writing. Raises VersionError if the run has records
+    of a newer format: what they need can't be told.
+    """
+    folders = _data_folders(catalog)
+    lineage = catalog.path()
+    # An older incarnation's last commit may have come between the lists of commits and of fences.
+    late = set(catalog.commit_ids()) - set(lineage.commits) - set(lineage.off_path)
+    kept, gone = _sort_commits(lineage, *_newest_good(catalog, lineage, policy.keep_last), policy)
+    kept.update((commit, "committed just now") for commit in late)
+    ages = _Ages(catalog, now_s)
+    commits: list[Removal] = []
+    for commit, reason in gone.items():
+        # A branch is cut off by time as well: its owner may still be about to learn that it was fenced.
+        if commit in lineage.off_path and not ages.passed(folders.get(commit, ()), policy.grace_s):
+            kept[commit] = "off the path, but younger than the grace time"
+        else:
+            commits.append(Removal(name=commit_name(commit), id=commit, reason=reason))
+    dead, waiting = _sort_folders(catalog, policy, lineage, folders, kept, {commit.id for commit in commits}, ages)
+    return PrunePlan(
+        rule=str(policy),
+        newest_incarnation=_newest(lineage),
+        kept=tuple(Kept(id=commit, reason=kept[commit]) for commit in sorted(kept, reverse=True)),
+        commits=_newest_first(commits),
+        folders=_newest_first(dead),
+        waiting=_newest_first(waiting),
+    )
+
+
+def execute(catalog: Catalog, plan: PrunePlan) -> PruneResult:
+    """Delete what the plan says, commit records first. May be repeated, and killed at any point.
+
+    Raises StorageError, with nothing deleted, if a newer incarnation has started since the plan was made: it may go on
+    from a checkpoint that the plan removes.
+    """
+    if catalog.newest_incarnation() > plan.newest_incarnation:
+        raise StorageError(
+            f"{catalog.tier.url} was taken over by a new incarnation while this prune was being planned",
+            safe="everything; nothing was deleted",
+            hint="run prune again",
+        )
+    result = PruneResult()
+    for commit in plan.commits:
+        _try(result, commit, catalog.tier.delete)
+    # A record that could not be deleted may need any of the folders.
+    for folder in plan.folders if not result.errors else ():
+        _try(result, folder, catalog.tier.delete_prefix)
+    return result
+
+
+def prune_committed(catalog: Catalog, keep_last: int) -> PruneResult:
+    """What a running job does after each commit: keep the last few, free the others' space at once.
+
+    Reads the records of the kept commits only. Raises StorageError if something could not be deleted.
+    """
+    policy = PrunePolicy(keep_last=keep_last, removed_grace_s=0.0, overtaken_only=True)
+    result = execute(catalog, plan_prune(catalog, policy, time.time()))
+    if result.errors:
+        raise result.errors[0]
+    return result
+
+
+def _try(result: PruneResult, removal: Removal, delete: Callable[[str], None]) -> None:
+    try:
+        delete(removal.name)
+    except StorageError as error:
+        result.errors.append(error)
+    else:
+        result.deleted.append(removal.name)
+        result.freed_bytes += removal.size_bytes
+
+
+def _data_folders(catalog: Catalog) -> dict[CommitId, list[str]]:
+    """Names of data folders, by the commit that each is an attempt at. Anything with another name isn't ours."""
+    found: dict[CommitId, list[str]] = {}
+    for entry in catalog.tier.list(DATA):
+        parsed = parse_data_dir(entry.name) if entry.is_folder else None
+        if parsed is not None:
+            found.setdefault(parsed[0], []).append(entry.name)
+    return found
+
+
+def _newest_good(catalog: Catalog, lineage: Lineage, count: int) -> tuple[list[CommitId], dict[CommitId, CommitInfo]]:
+    """The newest good commits of the path, and the damaged ones that are newer than the last of these."""
+    good: list[CommitId] = []
+    damaged: dict[CommitId, CommitInfo] = {}
+    for commit in lineage.commits:
+        if len(good) == count:
+            break
+        info = catalog.examine(commit)
+        if info.state == "committed":
+            good.append(commit)
+        else:
+            damaged[commit] = info
+    return good, damaged
+
+
+def _sort_commits(
+    lineage: Lineage, good: list[CommitId], damaged: Mapping[CommitId, CommitInfo], policy: PrunePolicy
+) -> tuple[dict[CommitId, str], dict[CommitId, str]]:
+    """Which commits stay and which go, each with the reason."""
+    kept = {commit: "the newest good one" if i == 0 else f"last {policy.keep_last}" for i, commit in enumerate(good)}
+    gone: dict[CommitId, str] = {}
+    # Damaged ones among the newest don't count, and may yet be repaired from another tier. With nothing good at
+    # all, everything on the path is in `damaged` and stays.
+    kept.update((commit, f"damaged, doesn't count: {info.reason}") for commit, info in damaged.items())
+    for commit in lineage.commits:
+        if commit not in kept:
+            gone[commit] = f"beyond the last {policy.keep_last}"
+    on_path = {segment.incarnation for segment in lineage.segments}
+    for commit, reason in lineage.off_path.items():
+        overtaken = bool(good) and commit.incarnation in on_path and commit.step <= good[0].step
+        if policy.overtaken_only and not overtaken:
+            kept[commit] = f"off the path ({reason}), but not overtaken"
+        else:
+            gone[commit] = f"off the path: {reason}"
+    return kept, gone
+
+
+def _sort_folders(
+    catalog: Catalog,
+    policy: PrunePolicy,
+    lineage: Lineage,
+    folders: Mapping[CommitId, Iterable[str]],
+    kept: Collection[CommitId],
+    removed: Collection[CommitId],
+    ages: _Ages,
+) -> tuple[list[Removal], list[Removal]]:
+    """Dead data folders: those that go now, and those that are too young."""
+    needed = _needed_folders(catalog, kept, folders)
+    dead: list[Removal] = []
+    waiting: list[Removal] = []
+    for commit, names in folders.items():
+        reason = _why_dead(commit, lineage, removed, kept)
+        grace_s = policy.removed_grace_s if commit in removed else policy.grace_s
+        for name in names if reason else ():
+            if name in needed:
+                continue
+            # No grace asked for means none, even if the store's clock is ahead of ours.
+            old_enough = (grace_s == 0 and commit in removed) or ages.passed((name,), grace_s)
+            removal = Removal(name=name, id=commit, reason=reason, size_bytes=ages.size_bytes(name))
+            (dead if old_enough else waiting).append(removal)
+    return dead, waiting
+
+
+def _needed_folders(
+    catalog: Catalog, kept: Collection[CommitId], folders: Mapping[CommitId, Iterable[str]]
+) -> set[str]:
+    """Folders that kept commits hold or refer to. For a record that can't be read: all attempts at that commit."""
+    needed: set[str] = set()
+    for commit in kept:
+        try:
+            record = catalog.read_commit(commit)
+        except (CorruptError, NotFoundError):
+            needed.update(folders.get(commit, ()))
+            continue
+        needed.update(f"{DATA}{name}/" for name in (record.data, *record.references))
+    return needed
+
+
+def _why_dead(commit: CommitId, lineage: Lineage, removed: Collection[CommitId], kept: Collection[CommitId]) -> str:
+    """Why a data folder of this commit that nobody refers to is dead; empty if it may still be in the making."""
+    if commit in removed:
+        return "its commit goes"
+    if commit in kept:
+        return "another attempt at this checkpoint was committed"
+    if commit.incarnation < _newest(lineage):
+        return "never committed, and a newer incarnation has begun"
+    committed = (*lineage.commits, *lineage.off_path)
+    if any(c.incarnation == commit.incarnation and c.step > commit.step for c in committed):
+        return "never committed, and a later step was"
+    return ""
+
+
+class _Ages:
+    """Size and age of data folders, looked up when asked for."""
+
+    def __init__(self, catalog: Catalog, now_s: float) -> None:
+        self._catalog = catalog
+        self._now_s = now_s
+        self._known: dict[str, tuple[int, float]] = {}
+
+    def passed(self, names: Iterable[str], grace_s: float) -> bool:
+        """Whether everything in these folders is at least this old. A folder that shows nothing counts as old."""
+        return all(self._now_s - self._look_up(name)[1] >= grace_s for name in names)
+
+    def size_bytes(self, name: str) -> int:
+        return self._look_up(name)[0]
+
+    def _look_up(self, name: str) -> tuple[int, float]:
+        if name not in self._known:
+            entries = self._catalog.tier.list(name)
+            newest_s = max((entry.modified_s for entry in entries), default=float("-inf"))
+            self._known[name] = (sum(entry.size_bytes for entry in entries), newest_s)
+        return self._known[name]
+
+
+def _newest(lineage: Lineage) -> int:
+    return lineage.segments[0].incarnation if lineage.segments else 0
+
+
+def _newest_first(removals: Iterable[Removal]) -> tuple[Removal, ...]:
+    return tuple(sorted(removals, key=lambda removal: (removal.id, removal.name), reverse=True))
