@@ -16,7 +16,7 @@ _buckets_lock = threading.Lock()
 
 
 def open_tier(url: str, **storage_options: object) -> Tier:
-    """Open a run's place: a path, file:///path, memory://name/run or s3://bucket/run.
+    """Open a run's place: a path, file:///path, memory://name/run, s3://bucket/run; others of fsspec to read only.
 
     `storage_options` are those of the fsspec file system of that protocol (for s3: key, secret, endpoint_url ...);
     what isn't given comes from the environment, as for fsspec (FSSPEC_S3_*) and botocore (AWS_*). Nothing is
@@ -29,6 +29,10 @@ def open_tier(url: str, **storage_options: object) -> Tier:
         return LocalTier(url)
     if protocol == "memory":
         return _open_memory(rest)
+    if protocol not in ("s3", "s3a"):
+        from ckptrt.storage.tiers.readonly import ReadOnlyTier
+
+        return ReadOnlyTier(url, **storage_options)
     from ckptrt.storage.tiers.object import ObjectTier
     from ckptrt.storage.tiers.retry import RetryTier
 
