@@ -40,7 +40,7 @@ lint: $(STAMP)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
-	@$(BIN)/mypy --config-file tests/mypy.ini tests examples
+	@$(BIN)/mypy --config-file tests/mypy.ini tests examples docs
 	@$(BIN)/lint-imports --no-cache > $(VENV)/lint-imports.txt || { cat $(VENV)/lint-imports.txt; exit 1; }
 	@tail -n 2 $(VENV)/lint-imports.txt
 

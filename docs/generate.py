@@ -1,0 +1,114 @@
+"""Write the parts of these pages that are taken from the code, or check that they still fit.
+
+python docs/generate.py            rewrite the parts between <!-- generated: NAME --> and <!-- end -->
+python docs/generate.py --check    exit with 1 and name the pages that differ
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ckptrt import errors
+
+__all__ = ["GENERATORS", "outdated", "render"]
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+
+# What a code means to a script. A code that no class carries is one that a command returns itself.
+EXIT_CODES = {
+    0: "done",
+    1: "training failed, or the command failed for a reason that has no code of its own",
+    2: "wrong usage: the command line or a call",
+    3: "partial: some objects could not be copied or deleted",
+    4: "a damaged checkpoint was found",
+    5: "nothing to resume from although something was asked for",
+    10: "no run, checkpoint or object of that name",
+    11: "the run is held by another job, or a newer incarnation owns it",
+    12: "access denied",
+    20: "the restart budget is used up, or restarts made no progress",
+    130: "stopped by SIGINT",
+    143: "stopped by SIGTERM",
+}
+
+
+def _classes() -> list[type[errors.Error]]:
+    return [getattr(errors, name) for name in errors.__all__]
+
+
+def environment() -> str:
+    """The table of ckptrt/env.py: the name, and the comment beside it."""
+    text = (ROOT / "ckptrt" / "env.py").read_text()
+    found = re.findall(r'^[A-Z_]+ = "(CKPTRT_\w+)"  # (.+)$', text, re.MULTILINE)
+    return _table(("variable", "meaning"), [(f"`{name}`", meaning) for name, meaning in found])
+
+
+def exit_codes() -> str:
+    """Every exit code with its meaning and the classes of error that lead to it."""
+    missing = {kind.exit_code for kind in _classes()} - set(EXIT_CODES)
+    if missing:
+        raise SystemExit(f"docs/generate.py: EXIT_CODES doesn't say what {sorted(missing)} mean")
+    rows = []
+    for code, meaning in sorted(EXIT_CODES.items()):
+        kinds = [f"`{kind.__name__}`" for kind in _classes() if kind.exit_code == code]
+        # Code 1 is everybody's default; naming all of them would say nothing.
+        rows.append((str(code), meaning, ", ".join(kinds) if code != 1 else "all others"))
+    return _table(("code", "meaning", "errors"), rows)
+
+
+def error_classes() -> str:
+    """The tree drawn in ckptrt/errors.py, as a table with what a handler wants to know."""
+    about = dict(re.findall(r"[├└]── (\w+) +(.+)$", errors.__doc__ or "", re.MULTILINE))
+    about["Error"] = "the base of all"
+    rows = []
+    for kind in _classes():
+        base = kind.__base__.__name__ if kind is not errors.Error and kind.__base__ else "Exception"
+        rows.append((f"`{kind.__name__}`", f"`{base}`", f"`{kind.code}`", str(kind.exit_code), about[kind.__name__]))
+    return _table(("class", "is a", "code", "exit", "meaning"), rows)
+
+
+GENERATORS: dict[str, Callable[[], str]] = {
+    "environment": environment,
+    "exit-codes": exit_codes,
+    "errors": error_classes,
+}
+
+_PART = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def render(text: str) -> str:
+    """A page with all its generated parts as they should be now."""
+    return _PART.sub(lambda match: f"{match[1]}{GENERATORS[match[2]]()}{match[3]}", text)
+
+
+def outdated() -> dict[Path, str]:
+    """Pages whose generated parts differ from the code, and what they should be."""
+    pages = {path: path.read_text() for path in sorted(DOCS.rglob("*.md")) if "_build" not in path.parts}
+    return {path: new for path, text in pages.items() if (new := render(text)) != text}
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *[tuple(map(_cell, row)) for row in rows]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def main() -> int:
+    pages = outdated()
+    if "--check" in sys.argv[1:]:
+        for path in pages:
+            sys.stderr.write(f"{path.relative_to(ROOT)} doesn't fit the code: run python docs/generate.py\n")
+        return 1 if pages else 0
+    for path, text in pages.items():
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
