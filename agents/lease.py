@@ -247,13 +247,13 @@ class LeaseKeeper:
         state = self._state
         held = state.held(self._clock.monotonic_s())
         if held == (self._lost is None):
-            self._known_lease_id = state.lease_id or self._known_lease_id
+            self._known_lease_id = state.lease_id if held else self._known_lease_id
             return
         if held:
             same = state.lease_id == self._known_lease_id
             reason = "the store answers again and the lease had lived on" if same else "registered under a new lease"
             change = LeaseChange(kind="back", lease_id=state.lease_id, same_lease=same, reason=reason)
-            self._lost = None
+            self._lost, self._known_lease_id = None, state.lease_id
         else:
             reason = self._problem or "this process did not get to renew it in time"
             change = self._lost = LeaseChange(
