@@ -287,7 +287,12 @@ def _modules_in(text: str) -> list[str]:
     """Modules named by a string that is nothing else, or by Python code in a string; prose about a module is no use."""
     if re.fullmatch(r"ckptrt(\.\w+)+(:\w+)?", text):
         return [text.split(":")[0]]
-    return re.findall(r"(?:import|from) (ckptrt(?:\.\w+)+)", text)
+    if not re.search(r"\b(import|from) ckptrt\b", text):
+        return []
+    try:
+        return sorted(referenced_modules(Source(path="<string>", text=text)))
+    except SyntaxError:
+        return []
 
 
 def orphans(sources: list[Source], entry_points: set[str]) -> Iterator[Finding]:

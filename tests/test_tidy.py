@@ -27,13 +27,14 @@ Rule = Callable[[Source], Iterator[Finding]]
 # (path, key of the finding) -> why it may stay.
 ALLOWED: dict[tuple[str, str], str] = {
     ("agents/workerproc.py", "exec"): "runs the user's own script in place, as `python script.py` would",
+    ("storage/prune.py", "time.time"): "ages are told by the store's own times of writing",
+    ("storage/tiers/faulty.py", "ckptrt.storage.tiers.faulty"): "faults on demand, for tests of whatever uses a tier",
     ("storage/tiers/memory.py", "time.time"): "when an object changed, as a store's own clock would say it",
 }
 
 # Functions and files that were over the limit when the rule came: path or path::function -> lines. Never raise one.
 RATCHET: dict[str, int] = {}
-FILE_MAX_LINES = 500
-EXAMPLE_MAX_LINES = 150
+FILE_MAX_LINES = {"ckptrt": 500, "agents": 500, "storage": 500, "tests": 800, "examples": 150, "docs": 500}
 
 # Modules that only promise to compute. Each that exists must be named in the contract "pure" of pyproject.toml.
 PURE = {
@@ -132,8 +133,7 @@ def lengths() -> dict[str, int]:
     over: dict[str, int] = {}
     for source in python():
         num_lines = len(source.text.splitlines())
-        limit = EXAMPLE_MAX_LINES if source.path.startswith("examples/") else FILE_MAX_LINES
-        if num_lines > limit:
+        if num_lines > FILE_MAX_LINES[source.path.split("/")[0]]:
             over[source.path] = num_lines
         for finding in tidy.excessive_functions(source):
             over[f"{source.path}::{finding.key}"] = int(re.findall(r"has (\d+) lines", finding.message)[0])
@@ -142,7 +142,7 @@ def lengths() -> dict[str, int]:
 
 def test_functions_and_files_are_short() -> None:
     over = {name: lines for name, lines in lengths().items() if lines > RATCHET.get(name, 0)}
-    assert not over, f"too long (functions {tidy.FUNCTION_MAX_LINES}, files {FILE_MAX_LINES}, examples 150): {over}"
+    assert not over, f"too long (functions {tidy.FUNCTION_MAX_LINES}, files {FILE_MAX_LINES}): {over}"
 
 
 def test_the_ratchet_only_turns_one_way() -> None:
@@ -350,6 +350,10 @@ def test_dead_modules_are_found() -> None:
     used = Source(path="storage/used.py", text="")
     lazy = Source(path="ckptrt/lazy.py", text="")
     dead = Source(path="storage/dead.py", text='"""Not ckptrt.storage.dead for long."""\nimport ckptrt.storage.dead')
-    user = Source(path="agents/launch.py", text="from ckptrt.storage import used\nX = ['-m', 'ckptrt.lazy']")
-    found = [finding.key for finding in tidy.orphans([used, lazy, dead, user], {"ckptrt.agents.launch"})]
+    boot = Source(path="agents/boot.py", text="")
+    user = Source(
+        path="agents/launch.py",
+        text="from ckptrt.storage import used\nX = ['-m', 'ckptrt.lazy', 'import os; from ckptrt.agents import boot']",
+    )
+    found = [finding.key for finding in tidy.orphans([used, lazy, boot, dead, user], {"ckptrt.agents.launch"})]
     assert found == ["ckptrt.storage.dead"]
