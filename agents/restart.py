@@ -58,7 +58,7 @@ class State:
     restarts: int = 0
     no_progress: int = 0
     exited: int = 0
-    failed: bool = False  # a worker of this incarnation failed
+    failed: bool = False  # a worker failed, and not because the job was being stopped
     has_run: bool = False  # the workers use a run, so steps can be committed
     committed_step: int = -1  # newest that was ever reported
     progressed: bool = False  # a new step was committed in this incarnation
@@ -221,7 +221,8 @@ def _run_opened(state: State, event: Event) -> Judgement:
     if event.exit_code:
         # The workers hear of it as an exception. If they end by it, starting them again would change nothing.
         return replace(state, exit_code=state.exit_code or event.exit_code), ()
-    return replace(state, has_run=True, incarnation=event.incarnation), ()
+    code = None if state.phase is Phase.RUNNING else state.exit_code
+    return replace(state, has_run=True, incarnation=event.incarnation, exit_code=code), ()
 
 
 def _finished(state: State, event: Event) -> Judgement:
@@ -229,8 +230,8 @@ def _finished(state: State, event: Event) -> Judgement:
 
 
 def _failed(state: State, event: Event) -> Judgement:
-    if state.phase is Phase.STOPPING or state.failed:
-        return _exited(replace(state, failed=True))
+    if state.phase is Phase.STOPPING:
+        return _exited(state)
     new, actions = _exited(replace(state, failed=True))
     if new.phase is Phase.RUNNING:
         return replace(new, phase=Phase.STOPPING), (Action.STOP,)
@@ -243,7 +244,7 @@ def _exited(state: State) -> Judgement:
         return state, ()
     if state.failed:
         return replace(state, phase=Phase.JUDGING), (Action.JUDGE,)
-    code = 0 if state.exit_code is None or state.phase is Phase.RUNNING else state.exit_code
+    code = 0 if state.phase is Phase.RUNNING else state.exit_code
     return replace(state, phase=Phase.DONE, exit_code=code), (Action.FINISH,)
 
 

@@ -77,7 +77,10 @@ class WorkerGroup(Protocol):
         ...
 
     def stop(self, grace_s: float, signum: int = signal.SIGTERM) -> None:
-        """SIGCONT and `signum` now, SIGKILL after grace_s to who is left; called again, the earlier deadline holds."""
+        """SIGCONT and `signum` now, SIGKILL after grace_s to who is left; called again, the earlier deadline holds.
+
+        Workers that were asked for and aren't up yet are reported as exited too.
+        """
         ...
 
     def poll(self) -> list[WorkerEvent]:

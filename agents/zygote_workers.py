@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 import ckptrt
-from ckptrt.agents.workers import WorkerBase, WorkerSpec, WorkersUnavailable
+from ckptrt.agents.workers import WorkerBase, WorkerExited, WorkerSpec, WorkersUnavailable
 from ckptrt.clock import Clock
 from ckptrt.wire import Channel, Message
 
@@ -113,6 +113,9 @@ class ZygoteWorkers(WorkerBase):
         self._fork_waiting()
 
     def stop(self, grace_s: float, signum: int = signal.SIGTERM) -> None:
+        for spec in self._waiting:  # nobody will start these, so they have ended
+            now_s = self._clock.monotonic_s()
+            self._events.append(WorkerExited(rank=spec.rank, pid=0, code=-signum, at_s=now_s, note="not started yet"))
         self._waiting.clear()
         super().stop(grace_s, signum)
 

@@ -1,0 +1,164 @@
+"""Opening an incarnation: choose where to resume, raise the number, write the fence. In this order, at every start.
+
+All of it is I/O on the storage and on etcd, and may take long: the supervisor has it done on another thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ckptrt.agents.restart import Resume, Snapshot, choose_resume
+from ckptrt.errors import Error, ExistsError, FencedError, NoCheckpointError, TransientError, UsageError
+from ckptrt.storage import catalog as storage
+
+__all__ = ["Opening", "RunLedger", "memory_snapshots"]
+
+_log = logging.getLogger(__name__)
+
+_FENCE_PATIENCE_S = 300.0  # a storage that can't be reached at a restart is waited for so long
+_FENCE_RACES_MAX = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """An open incarnation. resume: None is a fresh start. notes: what was passed over or unusual, for the user."""
+
+    incarnation: int
+    resume: Resume | None
+    notes: tuple[str, ...]
+    decide_s: float
+    fence_s: float
+
+    @property
+    def resume_text(self) -> str:
+        return str(self.resume) if self.resume else "fresh"
+
+
+def memory_snapshots(fds: Sequence[int]) -> list[Snapshot]:
+    """The steps that are whole in these arenas, newest first."""
+    if not fds:
+        return []
+    return [
+        Snapshot(step=found.step, incarnation=found.incarnation, world_size=found.world_size)
+        for found in storage.memory_snapshots(fds)
+    ]
+
+
+class RunLedger:
+    """The run that this job writes to, once it is known, and its incarnations.
+
+    raise_incarnation: above -> (number, warning), from the coordination store.
+    """
+
+    def __init__(self, raise_incarnation: Callable[[int], tuple[int, str]]) -> None:
+        self.url = ""
+        self._raise = raise_incarnation
+        self._catalog: storage.Catalog | None = None
+        self._hold: storage.RunHold | None = None
+
+    def open_run(self, url: str, options: dict[str, object]) -> None:
+        """Hold the run and open its catalog; the second call must name the same run.
+
+        Raises BusyError when another job has it, and what the storage raises.
+        """
+        url = url if "://" in url else os.path.abspath(url)
+        if self._catalog is not None:
+            if url != self.url:
+                raise UsageError(
+                    f"this job already writes to {self.url}, not to {url}",
+                    safe="nothing was changed",
+                    hint="use one run for one launch; start another ckptrt-launch for another run",
+                )
+            return
+        hold = storage.hold_run(url)
+        try:
+            self._catalog = storage.open_catalog(url, create=True, **options)
+        except Error:
+            hold.release()
+            raise
+        self.url, self._hold = url, hold
+
+    def advance(self, *, memory: Callable[[], list[Snapshot]], policy: str, world_size: int) -> Opening:
+        """Open the next incarnation. policy: auto, latest, never, or a step; it counts when a job starts."""
+        if self._catalog is None:
+            began_s = time.monotonic()
+            number, warning = self._raise(0)
+            notes = (warning,) if warning else ()
+            fence_s = time.monotonic() - began_s
+            return Opening(incarnation=number, resume=None, notes=notes, decide_s=0.0, fence_s=fence_s)
+        deadline_s = time.monotonic() + _FENCE_PATIENCE_S
+        delay_s = 1.0
+        while True:
+            try:
+                return self._advance(self._catalog, memory, policy, world_size)
+            except TransientError as error:
+                if time.monotonic() + delay_s > deadline_s:
+                    raise
+                _log.warning("event=storage_unreachable url=%s retry_s=%.0f: %s", self.url, delay_s, error.what)
+                time.sleep(delay_s)
+                delay_s = min(10.0, 2 * delay_s)
+
+    def close(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
+
+    def _advance(
+        self, catalog: storage.Catalog, memory: Callable[[], list[Snapshot]], policy: str, world_size: int
+    ) -> Opening:
+        began_s = time.monotonic()
+        resume, notes = self._choose(catalog, memory, policy, world_size)
+        decided_s = time.monotonic()
+        parent = storage.Parent(step=resume.step, incarnation=resume.incarnation) if resume else None
+        for _ in range(_FENCE_RACES_MAX):
+            number, warning = self._raise(catalog.newest_incarnation())
+            notes += [warning] if warning else []
+            try:
+                catalog.write_fence(number, parent, world_size)
+                break
+            except (ExistsError, FencedError) as error:
+                _log.warning("event=fence_race url=%s incarnation=%d: %s", self.url, number, error.what)
+        else:
+            raise FencedError(
+                f"{self.url}: somebody else opens a new incarnation each time that this job tries to",
+                safe="all committed checkpoints",
+                hint="stop the other job",
+            )
+        fence_s = time.monotonic() - decided_s
+        return Opening(
+            incarnation=number, resume=resume, notes=tuple(notes), decide_s=decided_s - began_s, fence_s=fence_s
+        )
+
+    def _choose(
+        self, catalog: storage.Catalog, memory: Callable[[], list[Snapshot]], policy: str, world_size: int
+    ) -> tuple[Resume | None, list[str]]:
+        if policy == "never":
+            return None, []
+        if policy.isdigit():
+            info = catalog.examine(catalog.find(int(policy)))
+            if info.state != "committed":
+                raise NoCheckpointError(
+                    f"step {policy} of {self.url} is {info.state}: {info.reason}",
+                    safe="nothing was changed",
+                    hint="name another step, or let --ckpt-resume=auto take the newest good one",
+                )
+            return Resume(step=info.step, incarnation=info.incarnation, tier="stored"), []
+        found = catalog.newest_good()
+        notes = [f"step {skipped.step} was passed over: {skipped.reason}" for skipped in found.skipped]
+        fences = {
+            number: (fence.parent.step, fence.parent.incarnation) if fence.parent else None
+            for number, fence in catalog.fences().items()
+        }
+        committed = (found.commit.step, found.commit.incarnation) if found.commit else None
+        resume = choose_resume(memory=memory(), committed=committed, fences=fences, world_size=world_size)
+        if resume is None and policy == "latest":
+            raise NoCheckpointError(
+                f"{self.url} has no committed checkpoint, and --ckpt-resume=latest asks for one",
+                safe="nothing was changed",
+                hint="use --ckpt-resume=auto to start fresh when there is none",
+            )
+        return resume, notes
