@@ -1,9 +1,9 @@
-"""The wire side of our etcd client: connections to etcd's v3 JSON gateway, and what its answers mean.
+"""The wire side of our etcd client: requests and streams to etcd's v3 JSON gateway.
 
 What the gateway does that one would not expect, and where it is taken care of:
 
-    int64 as strings, fields that are zero left out          `number`
-    two shapes of errors, and plain text for a bad path      `Refusal.parse`
+    int64 as strings, fields that are zero left out          `etcd_calls.number`
+    two shapes of errors, and plain text for a bad path      `etcd_calls.Refusal.parse`
     lines of a stream don't end where HTTP chunks do         `StreamDecoder`
     a node without a leader holds requests for 7 s           the `hasleader` header, on every request
     a kept connection that the server closed meanwhile       `Gateway._take`, before anything is sent on it
@@ -21,144 +21,13 @@ import socket
 import ssl
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
-from urllib.parse import urlsplit
 
-from ckptrt.errors import UsageError
+from ckptrt.agents.etcd_calls import Endpoint, Json, NoAnswerError, NotSentError, Refusal
 
-__all__ = [
-    "Endpoint",
-    "Gateway",
-    "NoAnswerError",
-    "NotSentError",
-    "Refusal",
-    "Stream",
-    "StreamDecoder",
-    "Verdict",
-    "decode_text",
-    "encode_text",
-    "number",
-    "open_socket",
-    "parse_endpoints",
-    "prefix_end",
-]
-
-Json = dict[str, Any]
+__all__ = ["Gateway", "Stream", "StreamDecoder", "decode_text", "encode_text", "open_socket", "prefix_end"]
 
 _LINGER_S = 4  # a peer that acknowledges nothing for so long is gone (packets dropped, machine off)
-
-
-class NotSentError(Exception):
-    """No request left this machine: it can't have been carried out."""
-
-
-class NoAnswerError(Exception):
-    """The request, or a part of it, was sent and no whole answer came: it may have been carried out."""
-
-
-class Verdict(Enum):
-    """What a refusal means for the one who asked."""
-
-    FINAL = "final"  # not carried out, and it would not be elsewhere
-    ELSEWHERE = "elsewhere"  # not carried out; another node, or the same one later, may do it
-    UNCERTAIN = "uncertain"  # it may have been carried out
-    AUTHENTICATE = "authenticate"  # not carried out; the token is not good any more
-    LEASE_GONE = "lease gone"
-
-
-class Refusal(Exception):
-    """An answer that says no: gRPC code (2, unknown, when the server named none) and message."""
-
-    def __init__(self, code: int, message: str, http_status: int = 0) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.http_status = http_status
-
-    @staticmethod
-    def parse(http_status: int, body: bytes) -> Refusal:
-        """Read an error body: the unary shape, the stream shape, or text that isn't JSON."""
-        try:
-            data = json.loads(body)
-        except ValueError:
-            data = None
-        if not isinstance(data, dict):
-            text = body.decode(errors="replace").strip()[:200] or "empty answer"
-            return Refusal(2, f"HTTP {http_status}: {text}", http_status)
-        return Refusal.of(data, http_status)
-
-    @staticmethod
-    def of(data: Json, http_status: int = 0) -> Refusal:
-        inner = data.get("error")
-        if isinstance(inner, dict):
-            return Refusal(number(inner, "grpc_code") or 2, str(inner.get("message", inner)), http_status)
-        # Newer gateways leave `error` out and have only code and message.
-        return Refusal(number(data, "code") or 2, str(data.get("message") or inner or data), http_status)
-
-    @property
-    def verdict(self) -> Verdict:
-        text = self.message.lower()
-        if "lease not found" in text:
-            return Verdict.LEASE_GONE
-        if self.code == 16 or "auth revision in header is old" in text or "invalid auth token" in text:
-            return Verdict.AUTHENTICATE
-        if "no leader" in text or "too many requests" in text or "not capable" in text:
-            return Verdict.ELSEWHERE
-        if self.code == 2 and 400 <= self.http_status < 500:
-            return Verdict.FINAL  # not etcd's own words, but whoever said it refused the request as such
-        # cancelled, unknown, deadline exceeded, internal, unavailable, data loss
-        return Verdict.UNCERTAIN if self.code in (1, 2, 4, 13, 14, 15) else Verdict.FINAL
-
-    @property
-    def hint(self) -> str:
-        """What a person can do about a final refusal."""
-        text = self.message.lower()
-        if "user name is empty" in text or self.code in (7, 16) or "authentication failed" in text:
-            return "check the etcd user, its password and its role"
-        if "space exceeded" in text:
-            return "etcd is full: compact and defragment it, then `etcdctl alarm disarm`"
-        if "commonname" in text:
-            return "etcd's JSON gateway takes no user from a client certificate: give a user name and a password"
-        if self.http_status in (404, 405):
-            return "this server has no v3 JSON gateway: is it etcd 3.4 or newer, without --enable-grpc-gateway=false?"
-        return ""
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One etcd node's client address."""
-
-    host: str
-    port: int
-    tls: bool
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
-
-
-def parse_endpoints(endpoints: str | Iterable[str]) -> tuple[Endpoint, ...]:
-    """Endpoints from URLs or host:port, in one comma-separated text or several. Raises UsageError."""
-    texts = endpoints.split(",") if isinstance(endpoints, str) else endpoints
-    return tuple(_parse_endpoint(text.strip()) for text in texts if text.strip()) or _no_endpoint()
-
-
-def _no_endpoint() -> tuple[Endpoint, ...]:
-    raise UsageError("no etcd endpoint was given", hint="name at least one, such as http://10.0.0.1:2379")
-
-
-def _parse_endpoint(text: str) -> Endpoint:
-    try:
-        parts = urlsplit(text if "://" in text else f"http://{text}")
-        host, port = parts.hostname, parts.port or 2379
-    except ValueError as error:
-        raise UsageError(f"{text!r} is not an etcd endpoint: {error}", hint="write http://host:2379") from error
-    if parts.scheme not in ("http", "https") or not host or parts.path.strip("/"):
-        raise UsageError(f"{text!r} is not an etcd endpoint", hint="write http://host:2379 or https://host:2379")
-    return Endpoint(host, port, parts.scheme == "https")
 
 
 def encode_text(text: str) -> str:
@@ -168,11 +37,6 @@ def encode_text(text: str) -> str:
 
 def decode_text(data: Json, name: str) -> str:
     return base64.b64decode(data.get(name) or "").decode("utf-8", "surrogateescape")
-
-
-def number(data: Json, name: str) -> int:
-    """An integer field, which comes as a string when it is 64 bits wide, and not at all when it is zero."""
-    return int(data.get(name) or 0)
 
 
 def prefix_end(prefix: str) -> str:
