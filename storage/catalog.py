@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,11 +37,12 @@ from ckptrt.storage.lineage import Lineage, trace
 from ckptrt.storage.owner import made_by, this_owner
 from ckptrt.storage.records import CommitRecord, FenceRecord, Owner, Parent, RunRecord, seal, unseal
 from ckptrt.storage.runlock import RunHold, hold_run
+from ckptrt.storage.slots import MemorySnapshot, memory_snapshots
 from ckptrt.storage.tiers import Tier, open_tier
 
 __all__ = [
-    "Catalog", "Checkpoint", "CommitId", "CommitInfo", "FenceRecord", "Overview", "Owner", "Parent", "RunHold",
-    "RunRecord", "Selection", "hold_run", "open_catalog", "this_owner",
+    "Catalog", "Checkpoint", "CommitId", "CommitInfo", "FenceRecord", "MemorySnapshot", "Overview", "Owner", "Parent",
+    "RunHold", "RunRecord", "Selection", "hold_run", "memory_snapshots", "open_catalog", "this_owner",
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)
@@ -78,10 +79,12 @@ class Selection:
 class Overview:
     """All of a run's records at one look. Maps and tuples are newest first; `commits` holds every state.
 
-    problems: damaged or stray fences and the run record; damaged commits are told by their own state.
+    bad_fences: incarnation -> what is wrong with its fence.
+    problems: all that is wrong with run record, fences and path; damaged commits are told by their own state.
     """
 
     fences: dict[int, FenceRecord]
+    bad_fences: dict[int, str]
     commits: tuple[CommitInfo, ...]
     lineage: Lineage
     problems: tuple[str, ...]
@@ -194,8 +197,8 @@ class Catalog:
     def overview(self) -> Overview:
         """Read every fence and commit record. VersionError if a fence is of a newer format: the path can't be told."""
         names = self._commit_names()
-        fences, unreadable, problems = self._read_fences()
-        lineage = trace({i: fence.parent for i, fence in fences.items()}, names.values(), unreadable)
+        fences, bad_fences = self._read_fences()
+        lineage = trace({i: fence.parent for i, fence in fences.items()}, names.values(), bad_fences)
         data = self.tier.read_many(names)
         # A commit that was removed since it was listed is left out.
         commits = [self._info(commit, data[name], lineage) for name, commit in names.items() if name in data]
@@ -203,23 +206,25 @@ class Catalog:
         run = [self.run_problem] if self.run_problem else []
         return Overview(
             fences=fences,
+            bad_fences=bad_fences,
             commits=tuple(commits),
             lineage=lineage,
-            problems=(*run, *problems, *lineage.problems),
+            problems=(*run, *bad_fences.values(), *lineage.problems),
         )
 
     def commits(self) -> list[CommitInfo]:
         """The commits on the valid path, newest first; overview() has those off it and damaged ones, with reasons."""
         return self.overview().valid
 
-    def newest_good(self, max_step: int | None = None) -> Selection:
+    def newest_good(self, max_step: int | None = None, besides: Collection[CommitId] = ()) -> Selection:
         """The newest commit on the path (of at most `max_step`) that is whole as far as names, sizes and metadata tell.
 
-        Reads no more commits than needed. VersionError if a newer ckptrt wrote one on the way: it isn't passed over.
+        besides: commits that are known to be bad, or not wanted; they are not looked at. Reads no more commits than
+        needed. VersionError if a newer ckptrt wrote one on the way: it isn't passed over.
         """
         skipped: list[CommitInfo] = []
         for commit in self.path().commits:
-            if max_step is not None and commit.step > max_step:
+            if (max_step is not None and commit.step > max_step) or commit in besides:
                 continue
             info = self.examine(commit)
             if info.state == "committed":
@@ -230,8 +235,8 @@ class Catalog:
     def path(self) -> Lineage:
         """The reader's rule applied to the names of all commits; reads fences only."""
         names = self._commit_names()
-        fences, unreadable, _problems = self._read_fences()
-        return trace({i: fence.parent for i, fence in fences.items()}, names.values(), unreadable)
+        fences, bad_fences = self._read_fences()
+        return trace({i: fence.parent for i, fence in fences.items()}, names.values(), bad_fences)
 
     def examine(self, commit: CommitId) -> CommitInfo:
         """Check one commit: its record, the manifest's head, and that all shard files have their sizes.
@@ -284,12 +289,11 @@ class Catalog:
         numbers = (parse_fence_name(entry.name) for entry in self.tier.list(FENCES))
         return sorted((number for number in numbers if number is not None), reverse=True)
 
-    def _read_fences(self) -> tuple[dict[int, FenceRecord], set[int], list[str]]:
+    def _read_fences(self) -> tuple[dict[int, FenceRecord], dict[int, str]]:
         numbers = self._fence_numbers()
         data = self.tier.read_many([fence_name(number) for number in numbers])
         fences: dict[int, FenceRecord] = {}
-        unreadable: set[int] = set()
-        problems: list[str] = []
+        bad: dict[int, str] = {}
         for number in numbers:
             where = self._where(fence_name(number))
             try:
@@ -300,9 +304,8 @@ class Catalog:
                     raise CorruptError(f"{where} is damaged: it is the fence of incarnation {fence.incarnation}")
                 fences[number] = fence
             except CorruptError as error:
-                unreadable.add(number)
-                problems.append(error.what)
-        return fences, unreadable, problems
+                bad[number] = error.what
+        return fences, bad
 
     def _info(self, commit: CommitId, data: bytes, lineage: Lineage) -> CommitInfo:
         try:

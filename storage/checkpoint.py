@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptrt.errors import CorruptError, UsageError
 from ckptrt.storage.layout import DATA, MANIFEST, CommitId, parse_data_dir, parse_shard_path
-from ckptrt.storage.manifest import open_head, open_section
+from ckptrt.storage.manifest import open_head, open_section, section_bytes
 from ckptrt.storage.records import CommitRecord, ManifestHead, ReceiptRecord, Section
 from ckptrt.storage.tiers import Tier
 
@@ -46,12 +46,13 @@ class Checkpoint:
 
     def receipt(self, rank: int) -> ReceiptRecord:
         """What one rank stored; reads that rank's section only."""
-        sections = self.head().sections
-        if not 0 <= rank < len(sections):
-            raise UsageError(f"step {self.id.step} was written by {len(sections)} ranks; there is no rank {rank}")
-        section = sections[rank]
-        frame = self.tier.read(self.manifest_name, self._start(section), section.size_bytes)
-        return self._open(frame, section)
+        section = self._section(rank)
+        return self._open(self._frame(section), section)
+
+    def receipt_bytes(self, rank: int) -> bytes:
+        """The same as the rank wrote it, byte for byte."""
+        section = self._section(rank)
+        return section_bytes(self._frame(section), section, self.manifest_name)
 
     def receipts(self) -> Iterator[ReceiptRecord]:
         """What every rank stored, in order of ranks; reads the manifest in a few large pieces."""
@@ -63,20 +64,31 @@ class Checkpoint:
             batch.append(section)
         yield from self._read(batch)
 
+    def file_sizes(self) -> dict[str, int]:
+        """Names and bytes of everything in the folders that hold this checkpoint's shard files."""
+        folders = sorted({section.shard.partition("/")[0] for section in self.head().sections})
+        return {e.name: e.size_bytes for folder in folders for e in self.tier.list(f"{DATA}{folder}/")}
+
     def problems(self) -> list[str]:
         """Why this checkpoint can't be whole, as far as names and sizes tell: empty if all files are there."""
         found: list[str] = []
-        sizes: dict[str, int] = {}
-        sections = self.head().sections
-        for folder in sorted({section.shard.partition("/")[0] for section in sections}):
-            sizes.update((entry.name, entry.size_bytes) for entry in self.tier.list(f"{DATA}{folder}/"))
-        for section in sections:
+        sizes = self.file_sizes()
+        for section in self.head().sections:
             name = DATA + section.shard
             if name not in sizes:
                 found.append(f"{name} (rank {section.rank}) is missing")
             elif sizes[name] != section.shard_bytes:
                 found.append(f"{name} (rank {section.rank}) has {sizes[name]} bytes instead of {section.shard_bytes}")
         return found
+
+    def _section(self, rank: int) -> Section:
+        sections = self.head().sections
+        if not 0 <= rank < len(sections):
+            raise UsageError(f"step {self.id.step} was written by {len(sections)} ranks; there is no rank {rank}")
+        return sections[rank]
+
+    def _frame(self, section: Section) -> bytes:
+        return self.tier.read(self.manifest_name, self._start(section), section.size_bytes)
 
     def _start(self, section: Section) -> int:
         return self.record.manifest.head_bytes + section.start

@@ -16,7 +16,7 @@ import zstandard
 from ckptrt.errors import CorruptError
 from ckptrt.storage.records import ManifestHead, ManifestRef, ReceiptRecord, Section, ShardRecord, seal, unseal
 
-__all__ = ["build", "open_head", "open_section"]
+__all__ = ["build", "open_head", "open_section", "section_bytes"]
 
 # A frame may claim any size; nothing that ckptrt wrote expands more than this.
 _EXPANDED_MAX_BYTES = 4 << 30
@@ -62,9 +62,14 @@ def open_head(frame: bytes, reference: ManifestRef, where: str) -> ManifestHead:
 
 def open_section(frame: bytes, section: Section, where: str) -> ReceiptRecord:
     """One rank's receipt from its frame, verified against the head."""
+    return unseal(ReceiptRecord, section_bytes(frame, section, where), where)
+
+
+def section_bytes(frame: bytes, section: Section, where: str) -> bytes:
+    """The bytes of one rank's receipt record, as the rank wrote them, from its frame; verified against the head."""
     if len(frame) != section.size_bytes or xxhash.xxh3_128_hexdigest(frame) != section.xxh3:
         raise CorruptError(f"{where} is damaged: the section of rank {section.rank} doesn't have its digest")
-    return unseal(ReceiptRecord, _expand(frame, where), where)
+    return _expand(frame, where)
 
 
 def _expand(frame: bytes, where: str) -> bytes:

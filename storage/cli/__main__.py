@@ -1,0 +1,5 @@
+"""`python -m ckptrt.storage.cli`."""
+
+from ckptrt.storage.cli import main
+
+main()

@@ -1,0 +1,133 @@
+"""`ckptrt ls`: the checkpoints of a run, or the runs in a directory."""
+
+from __future__ import annotations
+
+import click
+
+from ckptrt.errors import NotFoundError, VersionError
+from ckptrt.storage.catalog import Catalog, CommitInfo, Overview
+from ckptrt.storage.cli import _output
+from ckptrt.storage.cli._settings import Settings, common_options, pass_settings
+from ckptrt.storage.layout import RUN
+from ckptrt.storage.tiers import Tier, open_tier
+
+_HEADER = ("STEP", "AGE", "SIZE", "WORLD", "INCARNATION", "STATE", "NOTE")
+_RUNS_HEADER = ("RUN", "CHECKPOINTS", "LATEST", "AGE", "SIZE", "NOTE")
+
+_EXAMPLES = """\b
+Examples:
+  ckptrt ls runs/gpt
+  ckptrt ls s3://bucket/runs
+  ckptrt -C runs/gpt ls --json
+"""
+
+
+@click.command("ls", epilog=_EXAMPLES)
+@click.argument("path", metavar="[DIR|URL]", required=False)
+@common_options
+@pass_settings
+def command(settings: Settings, path: str | None) -> None:
+    """List the checkpoints of a run, newest first, or the runs in a directory.
+
+    STATE is `committed`, `off-path` (a branch that was cut off by a restart), `damaged` or `too-new`. Only records are
+    read; `ckptrt verify` looks at the data.
+    """
+    url = settings.url(path)
+    catalog = Catalog(open_tier(url))
+    try:
+        catalog.open_run()
+    except NotFoundError:
+        runs = _runs(catalog.tier, url)
+        if not runs:
+            raise
+        _print_runs(settings, url, runs)
+        return
+    _print_checkpoints(settings, url, catalog, catalog.overview())
+
+
+def _print_checkpoints(settings: Settings, url: str, catalog: Catalog, overview: Overview) -> None:
+    if settings.is_json:
+        _output.print_json(
+            {
+                "url": url,
+                "run_id": catalog.run.run_id if catalog.run else None,
+                "newest_incarnation": max((*overview.fences, *overview.bad_fences), default=0),
+                "checkpoints": [_as_json(commit) for commit in overview.commits],
+                "problems": list(overview.problems),
+            }
+        )
+        return
+    for problem in overview.problems:
+        _output.warn(problem)
+    if not overview.commits:
+        click.echo(f"no checkpoints in {url}", err=True)
+        return
+    _output.print_table(_HEADER, [_row(commit) for commit in overview.commits], right=(0, 1, 2, 3, 4))
+
+
+def _row(commit: CommitInfo) -> tuple[str, ...]:
+    record = commit.record
+    facts = ("", "", "") if record is None else (
+        _output.age(record.created_at), _output.size(record.size_bytes), str(record.world_size),
+    )  # fmt: skip
+    return (str(commit.step), *facts, str(commit.incarnation), commit.state, commit.reason)
+
+
+def _as_json(commit: CommitInfo) -> dict[str, object]:
+    document: dict[str, object] = {
+        "step": commit.step,
+        "incarnation": commit.incarnation,
+        "state": commit.state,
+        "reason": commit.reason,
+    }
+    record = commit.record
+    if record is not None:
+        document.update(
+            size_bytes=record.size_bytes,
+            world_size=record.world_size,
+            num_tensors=record.num_tensors,
+            created_at=record.created_at,
+            made_by=record.made_by,
+            data=record.data,
+        )
+    return document
+
+
+def _runs(tier: Tier, url: str) -> dict[str, Catalog]:
+    """Catalogs of the folders that are runs, by name."""
+    found: dict[str, Catalog] = {}
+    folders = [entry.name for entry in tier.list("") if entry.is_folder]
+    there = tier.read_many(folder + RUN for folder in folders)
+    for folder in folders:
+        if folder + RUN in there:
+            found[folder.rstrip("/")] = Catalog(open_tier(f"{url.rstrip('/')}/{folder.rstrip('/')}"))
+    return found
+
+
+def _print_runs(settings: Settings, url: str, runs: dict[str, Catalog]) -> None:
+    rows = []
+    documents = []
+    for name, catalog in runs.items():
+        commits, problem = _look(catalog)
+        latest = commits[0] if commits else None
+        record = latest.record if latest else None
+        facts = (_output.age(record.created_at), _output.size(record.size_bytes)) if record else ("", "")
+        rows.append((name, str(len(commits)), str(latest.step) if latest else "", *facts, problem))
+        latest_step = latest.step if latest else None
+        documents.append(
+            {"name": name, "num_checkpoints": len(commits), "latest_step": latest_step, "problem": problem}
+        )
+    if settings.is_json:
+        _output.print_json({"url": url, "runs": documents})
+    else:
+        _output.print_table(_RUNS_HEADER, rows, right=(1, 2, 3, 4))
+
+
+def _look(catalog: Catalog) -> tuple[list[CommitInfo], str]:
+    """A run's good commits and what is wrong with it; one bad run must not hide the others."""
+    try:
+        catalog.open_run()
+        overview = catalog.overview()
+    except VersionError as error:
+        return [], error.what
+    return overview.valid, "; ".join(overview.problems)

@@ -1,0 +1,126 @@
+"""`ckptrt prune`: remove checkpoints that are no longer wanted."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import click
+
+from ckptrt.errors import UsageError
+from ckptrt.storage.catalog import CommitId, open_catalog
+from ckptrt.storage.cli import _output
+from ckptrt.storage.cli._settings import Duration, Settings, common_options, pass_settings
+from ckptrt.storage.prune import GRACE_S, PrunePlan, PrunePolicy, PruneResult, Removal, execute, plan_prune
+
+__all__ = ["command"]
+
+_PARTIAL = 3
+
+_EXAMPLES = """\b
+Examples:
+  ckptrt prune runs/gpt --keep-last 3 --dry-run
+  ckptrt prune s3://bucket/runs/gpt --keep-last 3 --yes
+"""
+
+
+@click.command("prune", epilog=_EXAMPLES)
+@click.argument("path", metavar="[DIR|URL]", required=False)
+@click.option("--keep-last", type=click.IntRange(min=1), required=True, help="How many good checkpoints stay.")
+@click.option(
+    "--grace", type=Duration(), default=GRACE_S, show_default="1h",
+    help="Data younger than this stay until a later prune; 0 frees them at once.",
+)  # fmt: skip
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would go and change nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Don't ask.")
+@common_options
+@pass_settings
+@click.pass_context
+def command(
+    ctx: click.Context, settings: Settings, path: str | None, keep_last: int, grace: float, dry_run: bool, yes: bool
+) -> None:
+    """Remove old checkpoints, branches that were cut off, and data that were never committed.
+
+    The newest good checkpoint always stays. Damaged ones among the newest don't count and stay too.
+    """
+    url = settings.url(path)
+    catalog = open_catalog(url)
+    policy = PrunePolicy(keep_last=keep_last, grace_s=grace, removed_grace_s=grace)
+    plan = plan_prune(catalog, policy, time.time())
+    if not settings.is_json:
+        _print_plan(plan)
+    result = None
+    if not dry_run and not plan.is_empty:
+        if not yes and not _confirmed(plan):
+            click.echo("nothing was removed", err=True)
+            ctx.exit(1)
+        result = execute(catalog, plan)
+    if settings.is_json:
+        _output.print_json(_document(url, plan, result))
+    elif result is not None:
+        total = len(plan.commits) + len(plan.folders)
+        done = _total(plan) if len(result.deleted) == total else f"{len(result.deleted)} of {total} things"
+        click.echo(f"removed    {done}, {_output.size(result.freed_bytes)} freed")
+    elif dry_run:
+        click.echo("dry run    nothing was removed")
+    if result is not None and result.errors:
+        for error in result.errors:
+            _output.show_error(error, settings.is_json)
+        ctx.exit(_PARTIAL)
+
+
+def _confirmed(plan: PrunePlan) -> bool:
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "prune won't remove anything without being asked to",
+            safe="everything; nothing was removed",
+            hint="add --yes, or --dry-run to see what would go",
+        )
+    return click.confirm(f"Remove {_total(plan)} and free {_output.size(plan.freed_bytes)}?", err=True)
+
+
+def _total(plan: PrunePlan) -> str:
+    commits, folders = len(plan.commits), len(plan.folders)
+    return f"{_output.count(commits, 'commit')} and {_output.count(folders, 'data folder')}"
+
+
+def _print_plan(plan: PrunePlan) -> None:
+    rows = [("keep", str(kept.id.step), str(kept.id.incarnation), "", kept.reason) for kept in plan.kept]
+    for word, removals in (("remove", (*plan.commits, *plan.folders)), ("later", plan.waiting)):
+        by_commit: dict[CommitId, list[Removal]] = {}
+        for removal in removals:
+            by_commit.setdefault(removal.id, []).append(removal)
+        for commit, parts in by_commit.items():
+            size = _output.size(sum(part.size_bytes for part in parts))
+            rows.append((word, str(commit.step), str(commit.incarnation), size, parts[0].reason))
+    if rows:
+        _output.print_table(("DO", "STEP", "INCARNATION", "SIZE", "WHY"), rows, right=(1, 2, 3))
+    click.echo(f"rule       {plan.rule}")
+    click.echo(f"frees      {_output.size(plan.freed_bytes)}")
+    if plan.waiting:
+        waiting = _output.size(sum(removal.size_bytes for removal in plan.waiting))
+        click.echo(f"later      {waiting} younger than the grace time; --grace 0 frees them at once")
+
+
+def _document(url: str, plan: PrunePlan, result: PruneResult | None) -> dict[str, object]:
+    return {
+        "url": url,
+        "rule": plan.rule,
+        "kept": [{"step": k.id.step, "incarnation": k.id.incarnation, "reason": k.reason} for k in plan.kept],
+        "commits": [_as_json(removal) for removal in plan.commits],
+        "folders": [_as_json(removal) for removal in plan.folders],
+        "waiting": [_as_json(removal) for removal in plan.waiting],
+        "freed_bytes": plan.freed_bytes if result is None else result.freed_bytes,
+        "deleted": None if result is None else result.deleted,
+        "errors": [] if result is None else [error.what for error in result.errors],
+    }
+
+
+def _as_json(removal: Removal) -> dict[str, object]:
+    return {
+        "name": removal.name,
+        "step": removal.id.step,
+        "incarnation": removal.id.incarnation,
+        "reason": removal.reason,
+        "size_bytes": removal.size_bytes,
+    }

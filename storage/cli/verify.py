@@ -1,0 +1,154 @@
+"""`ckptrt verify`: are checkpoints as they were written?"""
+
+from __future__ import annotations
+
+import click
+
+from ckptrt.errors import NoCheckpointError
+from ckptrt.storage.catalog import Catalog, CommitId, open_catalog
+from ckptrt.storage.cli import _output
+from ckptrt.storage.cli._settings import Settings, Target, common_options, pass_settings
+from ckptrt.storage.verify import Affected, Finding, Report, verify_commit, verify_records
+
+__all__ = ["command"]
+
+_DAMAGED = 4
+_AFFECTED_MAX = 8
+
+_EXAMPLES = """\b
+Examples:
+  ckptrt verify runs/gpt
+  ckptrt verify runs/gpt@1200 --read-data
+"""
+
+
+@click.command("verify", epilog=_EXAMPLES)
+@click.argument("target", metavar="[URL|STEP|latest|URL@STEP]", required=False)
+@click.option("--read-data", is_flag=True, help="Read all data and compare every digest, not only metadata and sizes.")
+@common_options
+@pass_settings
+@click.pass_context
+def command(ctx: click.Context, settings: Settings, target: str | None, read_data: bool) -> None:
+    """Check one checkpoint, or everything in a run if no step is named. Nothing is changed.
+
+    Exit code 4 if anything differs from what was written; what can still be loaded is said.
+    """
+    where = settings.target(target)
+    catalog = open_catalog(where.url)
+    findings = [] if _is_single(where) else verify_records(catalog)
+    commits = _choose(catalog, where)
+    with _output.progress("reading", _total_bytes(catalog, commits) if read_data else 0) as tell:
+        reports = [verify_commit(catalog, commit, read_data, tell if read_data else None) for commit in commits]
+    bad = {report.commit for report in reports if not report.is_loadable}
+    good = catalog.newest_good(besides=bad).commit
+    if settings.is_json:
+        _output.print_json(_document(where.url, findings, reports, good.step if good else None))
+    else:
+        _print(where.url, findings, reports, read_data, good.step if good else None)
+    if findings or any(not report.is_ok for report in reports):
+        ctx.exit(_DAMAGED)
+
+
+def _is_single(where: Target) -> bool:
+    return where.is_latest or where.step is not None
+
+
+def _choose(catalog: Catalog, where: Target) -> list[CommitId]:
+    if where.step is not None:
+        return [catalog.find(where.step)]
+    lineage = catalog.path()
+    if not where.is_latest:
+        return sorted((*lineage.commits, *lineage.off_path), reverse=True)
+    if not lineage.commits:
+        raise NoCheckpointError(f"{where.url} has no checkpoint", hint="`ckptrt ls` shows what is there")
+    return [lineage.commits[0]]
+
+
+def _total_bytes(catalog: Catalog, commits: list[CommitId]) -> int:
+    wanted = set(commits)
+    records = (commit.record for commit in catalog.overview().commits if commit.id in wanted)
+    return sum(record.size_bytes for record in records if record is not None)
+
+
+def _print(url: str, findings: list[Finding], reports: list[Report], read_data: bool, good: int | None) -> None:
+    name = url.rstrip("/").rpartition("/")[2]
+    if findings:
+        click.echo(f"{name}  DAMAGED")
+        _print_findings(findings)
+    for report in reports:
+        head = f"{name} @ {report.commit.step}"
+        if report.is_ok:
+            click.echo(f"{head}  ok  {_summary(report, read_data)}")
+            continue
+        click.echo(f"{head}  DAMAGED" + ("" if not report.is_loadable else " (can be loaded: what is hit is a spare)"))
+        _print_findings(report.findings)
+    if findings or any(not report.is_ok for report in reports):
+        text = "none: no checkpoint of this run is whole" if good is None else f"step {good} is the newest good one"
+        click.echo(f"  good     {text}")
+    elif not reports:
+        click.echo(f"{name}  no checkpoints")
+
+
+def _summary(report: Report, read_data: bool) -> str:
+    parts = [f"metadata, {_output.count(report.num_files, 'file')}, {_output.count(report.num_tensors, 'tensor')}"]
+    if read_data:
+        parts.append(f"{_output.size(report.bytes_read)} read, every digest fits")
+    return "; ".join(parts)
+
+
+def _print_findings(findings: list[Finding]) -> None:
+    for finding in findings:
+        place = (
+            "" if finding.start is None or finding.end is None else f" (bytes {finding.start:,}-{finding.end - 1:,})"
+        )
+        click.echo(f"  file     {finding.file}: {finding.what}{place}")
+        if finding.affects:
+            listed = [_affected(affected) for affected in finding.affects[:_AFFECTED_MAX]]
+            more = len(finding.affects) - len(listed)
+            click.echo(f"  affects  {', '.join(listed)}" + (f" and {more} more" if more else ""))
+        if finding.ranks:
+            click.echo(f"  ranks    {', '.join(map(str, finding.ranks))}")
+
+
+def _affected(affected: Affected) -> str:
+    if affected.rows is None:
+        return affected.key
+    first, last = affected.rows
+    return f"{affected.key} row {first}" if first == last else f"{affected.key} rows {first}-{last}"
+
+
+def _document(url: str, findings: list[Finding], reports: list[Report], good: int | None) -> dict[str, object]:
+    return {
+        "url": url,
+        "is_ok": not findings and all(report.is_ok for report in reports),
+        "newest_good_step": good,
+        "findings": [_as_json(finding) for finding in findings],
+        "checkpoints": [
+            {
+                "step": report.commit.step,
+                "incarnation": report.commit.incarnation,
+                "is_ok": report.is_ok,
+                "is_loadable": report.is_loadable,
+                "num_files": report.num_files,
+                "num_tensors": report.num_tensors,
+                "bytes_read": report.bytes_read,
+                "findings": [_as_json(finding) for finding in report.findings],
+            }
+            for report in reports
+        ],
+    }
+
+
+def _as_json(finding: Finding) -> dict[str, object]:
+    return {
+        "file": finding.file,
+        "what": finding.what,
+        "start": finding.start,
+        "end": finding.end,
+        "affects": [
+            {"key": affected.key, "rows": list(affected.rows) if affected.rows else None}
+            for affected in finding.affects
+        ],
+        "ranks": list(finding.ranks),
+        "is_fatal": finding.is_fatal,
+    }
