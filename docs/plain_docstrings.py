@@ -6,9 +6,10 @@ indented line, so each becomes: its paragraphs as text, and what is indented in 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sphinx.application import Sphinx
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 __all__ = ["as_rest", "setup"]
 
