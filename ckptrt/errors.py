@@ -25,6 +25,7 @@ Two questions are answered by class alone: may I retry (`TransientError`), and i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 __all__ = [
@@ -59,6 +60,10 @@ class Error(Exception):
         if self.hint:
             lines.append(f"  do    {self.hint}")
         return "\n".join(lines)
+
+    def data(self) -> dict[str, str]:
+        """The error as plain data, for another process; `from_data` makes it an exception again."""
+        return {"code": self.code, "what": self.what, "safe": self.safe, "hint": self.hint}
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.what, self.safe, self.hint))
@@ -153,3 +158,15 @@ class UnknownOutcomeError(CoordError):
     """The one CoordError of a write after which the write may have been applied, or may yet be."""
 
     code = "coord-unknown-outcome"
+
+
+def from_data(data: Mapping[str, object]) -> Error:
+    """The error that `Error.data` told of, as an exception of its class (of `Error` for an unknown code)."""
+    kinds: list[type[Error]] = [Error]
+    for kind in kinds:
+        if kind.code == data["code"]:
+            break
+        kinds += kind.__subclasses__()
+    else:
+        kind = Error
+    return kind(str(data["what"]), safe=str(data.get("safe", "")), hint=str(data.get("hint", "")))

@@ -149,7 +149,9 @@ class RunWriter:
                 self._advance(steps)
             except StorageError as error:
                 # The store is unwell: what is pending stays so, and is tried again after a while.
-                _log.warning("run %s: waiting for the storage to commit steps %s: %s", self.attempt.url, steps, error.what)
+                _log.warning(
+                    "run %s: waiting for the storage to commit steps %s: %s", self.attempt.url, steps, error.what
+                )
             self._drop_orphans()
 
     def _ready(self) -> bool:

@@ -2,12 +2,12 @@
 
     python -m ckptrt.storage.persister --socket PATH --control-fd N
 
-Ranks connect to the socket, send a `hello` with the descriptor of their arena, and `submit` sealed slots. From then
+Ranks connect to the socket, say `hello`, and `submit` sealed slots, each with the descriptor of its arena. From then
 on the rank may die: the slot is written, and committed if all other ranks' are. When the control descriptor reaches
 its end (whoever started this process is gone or done) it finishes what it was given and exits.
 
-    hello   url options incarnation world_size nonce made_by keep rank pid, + arena  ->  ready | error
-    submit  step slot again                                                          ->  persisted, committed | failed
+    hello   url options incarnation world_size nonce made_by keep rank pid  ->  ready | error
+    submit  step slot again, + arena                                        ->  persisted, committed | failed
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class _Job:
     step: int
     slot: int
     again: bool
+    arena: ArenaView
 
 
 class _Pieces(Sequence[memoryview]):
@@ -60,7 +61,7 @@ class _Pieces(Sequence[memoryview]):
         self._digests: dict[int, str] = {}
 
     def __len__(self) -> int:
-        return -(-len(self._image) // _PIECE_BYTES)
+        return (len(self._image) + _PIECE_BYTES - 1) // _PIECE_BYTES
 
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < len(self):
@@ -75,12 +76,20 @@ class _Pieces(Sequence[memoryview]):
 
 
 def write_shard(
-    tier: Tier, folder: str, header: SlotHeader, meta: SlotMeta, image: memoryview, *, again: bool = False
+    tier: Tier,
+    folder: str,
+    header: SlotHeader,
+    meta: SlotMeta,
+    image: memoryview,
+    *,
+    again: bool = False,
+    intact: Callable[[], bool] = lambda: True,
 ) -> bytes:
     """Make one rank's snapshot durable: its shard file, then its receipt. Returns the receipt's bytes.
 
     folder: the attempt's data folder, with its slash. again: an earlier persister may have got some way; its
-    receipt, if there is one, is adopted, and a shard file without one is left for prune.
+    receipt, if there is one, is adopted, and a shard file without one is left for prune. intact: asked once all
+    bytes are written, whether the image was the snapshot's all the while.
     """
     receipt_name = folder + layout.receipt_name(header.rank)
     if again:
@@ -96,6 +105,11 @@ def write_shard(
             continue
     else:
         raise PersistError(f"{tier.url}: {_NAMES_MAX} shard files of rank {header.rank} are in {folder} already")
+    if not intact():
+        raise PersistError(
+            f"the memory snapshot of step {header.step}, rank {header.rank}, was given up while it was being written",
+            safe="nothing of it was committed",
+        )
     shard = ShardRecord(
         name=name.removeprefix(layout.DATA),
         size_bytes=len(image),
@@ -137,6 +151,7 @@ class _Client:
         self._channel = channel
         self._sending = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._arenas: dict[int, ArenaView] = {}  # by inode: mapping an arena anew would touch all its pages again
         self.rank = -1
         self.pid = 0
 
@@ -152,35 +167,29 @@ class _Client:
         first = self._channel.receive()
         if first is None:
             return
-        message, fds = first
         try:
-            attempt, options, arena = self._greet(message, fds)
+            attempt, options = self._greet(first[0])
             writer = self._persister.writer(attempt, options)
         except Error as error:
-            self.send(error_message("error", error))
+            self.send({"op": "error", **error.data()})
             return
         writer.join_rank(self.rank, self.pid)
         self._persister.watch(self, attempt)
         self.send({"op": "ready"})
-        work = threading.Thread(target=self._work, args=(writer, arena), name=f"write-r{self.rank}", daemon=True)
+        work = threading.Thread(target=self._work, args=(writer,), name=f"write-r{self.rank}", daemon=True)
         work.start()
         try:
             while (received := self._channel.receive()) is not None:
-                job = received[0]
-                writer.expect(int(job["step"]))
-                self._jobs.put(_Job(step=int(job["step"]), slot=int(job["slot"]), again=bool(job.get("again"))))
+                job = self._job(*received)
+                writer.expect(job.step)
+                self._jobs.put(job)
         finally:
             self._jobs.put(None)
             work.join()
             self._persister.unwatch(self)
             writer.leave_rank(self.rank, self.pid)
 
-    def _greet(self, message: wire.Message, fds: tuple[int, ...]) -> tuple[Attempt, dict[str, Any], ArenaView]:
-        try:
-            arena = ArenaView(fds[0])
-        finally:
-            for fd in fds:
-                os.close(fd)
+    def _greet(self, message: wire.Message) -> tuple[Attempt, dict[str, Any]]:
         self.rank, self.pid = int(message["rank"]), int(message["pid"])
         attempt = Attempt(
             url=message["url"],
@@ -190,14 +199,25 @@ class _Client:
             made_by=message["made_by"],
             keep=message["keep"],
         )
-        return attempt, dict(message["options"]), arena
+        return attempt, dict(message["options"])
 
-    def _work(self, writer: RunWriter, arena: ArenaView) -> None:
+    def _job(self, message: wire.Message, fds: tuple[int, ...]) -> _Job:
+        try:
+            inode = os.fstat(fds[0]).st_ino
+            if inode not in self._arenas:
+                self._arenas[inode] = ArenaView(fds[0])
+        finally:
+            for fd in fds:
+                os.close(fd)
+        step, slot, again = int(message["step"]), int(message["slot"]), bool(message["again"])
+        return _Job(step=step, slot=slot, again=again, arena=self._arenas[inode])
+
+    def _work(self, writer: RunWriter) -> None:
         while (job := self._jobs.get()) is not None:
             started_s = time.monotonic()
             try:
-                receipt, size_bytes = self._write(writer, arena, job)
-            except Exception as cause:
+                receipt, size_bytes = self._write(writer, job)
+            except Exception as cause:  # noqa: BLE001 whatever it was, the rank must hear of it and training go on
                 error = cause if isinstance(cause, Error) else PersistError(f"rank {self.rank}: {cause!r}")
                 _log.warning("step %d, rank %d could not be written: %s", job.step, self.rank, error.what)
                 writer.fail(job.step, error)
@@ -205,19 +225,25 @@ class _Client:
             took_s = time.monotonic() - started_s
             self.send({"op": "persisted", "step": job.step, "size_bytes": size_bytes, "took_s": took_s})
             writer.add(job.step, self.rank, receipt)
-        # The views of images are gone with the last job; the map itself may go too.
-        arena.close()
 
-    def _write(self, writer: RunWriter, arena: ArenaView, job: _Job) -> tuple[bytes, int]:
-        header = arena.header(job.slot)
+    def _write(self, writer: RunWriter, job: _Job) -> tuple[bytes, int]:
+        arena, header = job.arena, job.arena.header(job.slot)
         if header is None or header.step != job.step:
             raise PersistError(f"slot {job.slot} of rank {self.rank} doesn't hold step {job.step}")
         facts = {"rank": self.rank, "step": job.step, "incarnation": header.incarnation, "pid": self.pid}
         faultpoint("persisting", **facts)
         image = arena.image(job.slot, header.image_bytes)
         try:
-            folder = writer.attempt.folder(job.step)
-            receipt = write_shard(writer.tier, folder, header, arena.meta(job.slot, header), image, again=job.again)
+            receipt = write_shard(
+                writer.tier,
+                writer.attempt.folder(job.step),
+                header,
+                arena.meta(job.slot, header),
+                image,
+                again=job.again,
+                # A successor of this rank may need the slot: it unseals it before it writes, so this sees it.
+                intact=lambda: arena.header(job.slot) == header,
+            )
         finally:
             image.release()
         faultpoint("persisted", **facts)
@@ -286,7 +312,7 @@ class Persister:
         if notice.error is None:
             self._broadcast(key, {"op": "committed", "step": notice.step})
         else:
-            self._broadcast(key, {**error_message("failed", notice.error), "step": notice.step})
+            self._broadcast(key, {"op": "failed", "step": notice.step, **notice.error.data()})
 
     def _broadcast(self, key: tuple[str, int], message: wire.Message) -> None:
         with self._lock:
@@ -300,12 +326,7 @@ class Persister:
         try:
             prune_committed(catalog, keep_last=attempt.keep)
         except Error as error:
-            self._broadcast(key, {**error_message("warning", error)})
-
-
-def error_message(op: str, error: Error) -> wire.Message:
-    """An error as a message; `ckptrt.persist` makes it an exception again."""
-    return {"op": op, "code": error.code, "what": error.what, "safe": error.safe, "hint": error.hint}
+            self._broadcast(key, {"op": "warning", **error.data()})
 
 
 def main() -> None:
@@ -315,7 +336,7 @@ def main() -> None:
     parser.add_argument("--control-fd", type=int, required=True)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="ckptrt persister: %(message)s")
-    # Signals meant for the training (ctrl-C, a scheduler's notice) must not stop the saving; the control descriptor does.
+    # Signals meant for the training (ctrl-C, a scheduler's notice) must not stop the saving.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)

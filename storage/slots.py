@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -21,7 +22,9 @@ from ckptrt.errors import CorruptError
 from ckptrt.storage.records import ObjectRecord, TensorRecord
 from ckptrt.storage.shardfile import PAGE_BYTES
 
-__all__ = ["ArenaView", "SlotHeader", "SlotMeta", "arena_bytes", "format_arena", "newest_common", "pages"]
+__all__ = [
+    "ArenaView", "MemorySnapshot", "SlotHeader", "SlotMeta", "arena_bytes", "format_arena", "memory_snapshots", "pages",
+]  # fmt: skip
 
 _ARENA = struct.Struct("<8sIIIIQ")  # magic, version, rank, slots, pad, slot_bytes
 _ARENA_MAGIC = b"CKPTAREN"
@@ -29,6 +32,14 @@ _SLOT = struct.Struct("<8sIIIIqqQQQQ")  # magic, version, rank, world_size, pad,
 _SLOT_MAGIC = b"CKPTSLOT"
 _DIGEST = struct.Struct("<Q")
 _VERSION = 1
+
+
+class MemorySnapshot(NamedTuple):
+    """A step that the memory tier holds whole."""
+
+    step: int
+    incarnation: int
+    world_size: int
 
 
 class SlotMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +87,11 @@ class ArenaView:
     def __init__(self, fd: int) -> None:
         """Map the arena behind a descriptor, which stays the caller's. Raises CorruptError if it isn't one."""
         self.mapping = mmap.mmap(fd, 0)
-        head = self.mapping[: _ARENA.size]
+        head = self.mapping[: _ARENA.size].ljust(_ARENA.size, b"\0")
         digest = _DIGEST.unpack_from(self.mapping, _ARENA.size)[0]
+        self.rank: int
+        self.slots: int
+        self.slot_bytes: int
         magic, version, self.rank, self.slots, _pad, self.slot_bytes = _ARENA.unpack(head)
         if magic != _ARENA_MAGIC or version != _VERSION or digest != xxhash.xxh3_64_intdigest(head):
             self.mapping.close()
@@ -92,7 +106,9 @@ class ArenaView:
         start = self._start(slot)
         head = bytes(self._view[start : start + _SLOT.size])
         digest = _DIGEST.unpack_from(self._view, start + _SLOT.size)[0]
-        magic, version, rank, world_size, _pad, step, incarnation, image, meta_start, meta, meta_xxh3 = _SLOT.unpack(head)
+        magic, version, rank, world_size, _pad, step, incarnation, image, meta_start, meta, meta_xxh3 = _SLOT.unpack(
+            head
+        )
         if magic != _SLOT_MAGIC or version != _VERSION or digest != xxhash.xxh3_64_intdigest(head):
             return None
         if PAGE_BYTES + image > meta_start or meta_start + meta > self.slot_bytes:
@@ -147,10 +163,22 @@ class ArenaView:
         return PAGE_BYTES + slot * self.slot_bytes
 
 
-def newest_common(headers: Sequence[SlotHeader]) -> list[tuple[int, int, int]]:
-    """(step, incarnation, world_size) of every snapshot that all ranks of its world hold, newest first."""
-    ranks: dict[tuple[int, int, int], set[int]] = {}
-    for header in headers:
-        ranks.setdefault((header.step, header.incarnation, header.world_size), set()).add(header.rank)
-    whole = [key for key, held in ranks.items() if held >= set(range(key[2]))]
-    return sorted(whole, key=lambda key: (key[1], key[0]), reverse=True)
+def memory_snapshots(fds: Iterable[int]) -> list[MemorySnapshot]:
+    """Every snapshot that the arenas behind these descriptors hold for all ranks of its world, newest first.
+
+    The descriptors stay the caller's. What isn't an arena, or isn't sealed, holds nothing.
+    """
+    ranks: dict[MemorySnapshot, set[int]] = {}
+    for fd in fds:
+        try:
+            view = ArenaView(fd)
+        except (CorruptError, ValueError):  # ValueError: an empty file can't be mapped
+            continue
+        for slot in range(view.slots):
+            header = view.header(slot)
+            if header is not None:
+                snapshot = MemorySnapshot(header.step, header.incarnation, header.world_size)
+                ranks.setdefault(snapshot, set()).add(header.rank)
+        view.close()
+    whole = [snapshot for snapshot, held in ranks.items() if held >= set(range(snapshot.world_size))]
+    return sorted(whole, key=lambda snapshot: (snapshot.incarnation, snapshot.step), reverse=True)

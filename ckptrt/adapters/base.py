@@ -90,9 +90,9 @@ class Adapter(Protocol):
     name: str
 
     def capture(self) -> Capture:
-        """What the component holds now. UsageError for anything that can't be stored, by name. Must not copy tensors."""
+        """What the component holds now, copying no tensor. UsageError, by name, for anything that can't be stored."""
         ...
 
     def prepare(self, saved: SavedComponent) -> Loading:
-        """Plan to become what was saved. MismatchError, naming every key, if it doesn't fit. No live tensor is touched."""
+        """Plan to become what was saved; touches no live tensor. MismatchError, by every key, if it doesn't fit."""
         ...

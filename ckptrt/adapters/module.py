@@ -103,13 +103,10 @@ class ModuleAdapter:
                     sharding.local_of(value).copy_(out)
                 return
             loaded = dict(live)
-            for key, value in live.items():
-                if isinstance(value, torch.Tensor):
-                    loaded[key] = value.detach().clone()
-            for (key, value), (_, out) in zip(
-                ((k, v) for k, v in loaded.items() if isinstance(v, torch.Tensor)), copies, strict=True
-            ):
-                sharding.local_of(value).copy_(out)
+            tensors = ((key, value) for key, value in live.items() if isinstance(value, torch.Tensor))
+            for (key, value), (_, out) in zip(tensors, copies, strict=True):
+                loaded[key] = value.detach().clone()
+                sharding.local_of(loaded[key]).copy_(out)
             loaded.update(extras)
             self._module.load_state_dict(loaded, strict=True)
 

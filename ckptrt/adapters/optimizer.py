@@ -67,7 +67,9 @@ class OptimizerAdapter:
         groups = [
             {
                 "names": [self._name_of(p, g, i) for i, p in enumerate(group["params"])],
-                "options": {k: encode(v, f"{self.name}.param_groups.{g}.{k}") for k, v in group.items() if k not in _NAMED},
+                "options": {
+                    k: encode(v, f"{self.name}.param_groups.{g}.{k}") for k, v in group.items() if k not in _NAMED
+                },
             }
             for g, group in enumerate(self._optimizer.param_groups)
         ]
@@ -161,7 +163,9 @@ class OptimizerAdapter:
         """The options of each live group, found by the names that it holds."""
         held = {name for group in stored for name in group["names"]}
         problems = [f"missing   {self.name}: parameter {name}   not in the checkpoint" for name in sorted(names - held)]
-        problems += [f"extra     {self.name}: parameter {name}   in the checkpoint only" for name in sorted(held - names)]
+        problems += [
+            f"extra     {self.name}: parameter {name}   in the checkpoint only" for name in sorted(held - names)
+        ]
         by_names = {frozenset(group["names"]): group["options"] for group in stored}
         matched: list[dict[str, Any]] = []
         for g, group in enumerate(self._optimizer.param_groups):

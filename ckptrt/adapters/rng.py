@@ -23,7 +23,7 @@ class RngState:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             state["numpy"] = numpy.random.get_state()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()
         return state
 

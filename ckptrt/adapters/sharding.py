@@ -76,7 +76,9 @@ def require_storable(key: str, tensor: torch.Tensor) -> None:
         problem = "has had its storage freed"
     if problem:
         raise UsageError(
-            f"{key} {problem}: it can't be stored", safe="nothing was saved in its place", hint="leave it out of the state"
+            f"{key} {problem}: it can't be stored",
+            safe="nothing was saved in its place",
+            hint="leave it out of the state",
         )
 
 

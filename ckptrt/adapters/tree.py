@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -133,7 +133,8 @@ class TreeAdapter:
         return self._source if isinstance(self._source, dict) else self._source.state_dict()
 
 
-def _same_kind(old: Any, new: Any) -> bool:
+def _same_kind(old: Any, new: Any) -> TypeGuard[torch.Tensor]:
+    """Whether `old` is a tensor that can take over the values of `new`."""
     return (
         isinstance(old, torch.Tensor)
         and isinstance(new, torch.Tensor)

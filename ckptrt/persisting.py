@@ -1,0 +1,182 @@
+"""A rank's line to the persister: it is started if nobody else does, and followed through its deaths."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptrt import wire
+from ckptrt.errors import Error, PersistError, from_data
+
+__all__ = ["OwnPersister", "PersisterLink"]
+
+_CONNECT_TIMEOUT_S = 60.0
+_RETRY_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Submitted:
+    slot: int
+    fd: int
+
+
+class OwnPersister:
+    """A persister process of this rank's own, for jobs that no `ckptrt-launch` has started.
+
+    It ends by itself when this process is gone, after it has written what it was given.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="ckptrt-")
+        self.path = os.path.join(self._folder, "persister.sock")
+        self._control = -1
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ensure(self) -> None:
+        """Start it, or start it again if it died."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        if self._control >= 0:
+            os.close(self._control)
+        read_end, self._control = os.pipe()
+        command = [sys.executable, "-m", "ckptrt.storage.persister", "--socket", self.path]
+        try:
+            self._process = subprocess.Popen(
+                [*command, "--control-fd", str(read_end)],
+                pass_fds=(read_end,),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            os.close(read_end)
+
+    def close(self) -> None:
+        """Let it finish and end."""
+        if self._control >= 0:
+            os.close(self._control)
+            self._control = -1
+        if self._process is not None:
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class PersisterLink:
+    """Hands slots over and hears what became of them.
+
+    path: the persister's socket. hello: what to greet it with. revive: called before every attempt to connect.
+    notice(message) is called from the link's thread for each `persisted`, `committed`, `failed` and `warning`.
+    Slots that were handed over and not settled are handed over again to a persister that took a dead one's place.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        hello: wire.Message,
+        notice: Callable[[wire.Message], None],
+        revive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._path = path
+        self._hello = hello
+        self._notice = notice
+        self._revive = revive
+        self._lock = threading.Lock()
+        self._channel: wire.Channel | None = None
+        self._submitted: dict[int, _Submitted] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="ckptrt-persister-link", daemon=True)
+        self._thread.start()
+
+    def submit(self, step: int, slot: int, fd: int) -> None:
+        """Hand over a sealed slot of the arena behind `fd` (which stays the caller's, open until it is settled)."""
+        with self._lock:
+            self._submitted[step] = _Submitted(slot=slot, fd=fd)
+            if self._channel is not None:
+                with contextlib.suppress(OSError):  # a dead persister is noticed by the thread, which hands over again
+                    self._channel.send({"op": "submit", "step": step, "slot": slot, "again": False}, (fd,))
+
+    def close(self) -> None:
+        """Hang up. What was handed over is still written."""
+        with self._lock:
+            self._closing = True
+            if self._channel is not None:
+                # Only the thread closes the channel, but a shutdown wakes it up.
+                with contextlib.suppress(OSError):
+                    self._channel.sock.shutdown(2)
+        self._thread.join()
+
+    # --- the link's thread
+
+    def _run(self) -> None:
+        again = False
+        while not self._closing:
+            try:
+                channel = self._connect()
+                if channel is None:
+                    return
+                self._hand_over(channel, again)
+                self._listen(channel)
+            except OSError:
+                pass  # the persister died: the next turn connects to its successor
+            except Error as error:
+                self._fail_all(error)
+                return
+            finally:
+                with self._lock:
+                    if self._channel is not None:
+                        self._channel.close()
+                        self._channel = None
+            again = True
+
+    def _connect(self) -> wire.Channel | None:
+        """A greeted channel; None if the link is being closed. PersistError if no persister comes up."""
+        deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
+        while not self._closing:
+            self._revive()
+            with contextlib.suppress(OSError):
+                channel = wire.connect(self._path)
+                channel.send(self._hello)
+                received = channel.receive()
+                if received is not None:
+                    if received[0]["op"] == "error":
+                        channel.close()
+                        raise from_data(received[0])
+                    return channel
+                channel.close()
+            if time.monotonic() > deadline_s:
+                raise PersistError(
+                    f"rank {self._hello['rank']}: no persister answers at {self._path}",
+                    safe="training goes on; snapshots stay in memory only",
+                    hint="look for its message on stderr",
+                )
+            time.sleep(_RETRY_S)
+        return None
+
+    def _hand_over(self, channel: wire.Channel, again: bool) -> None:
+        with self._lock:
+            self._channel = channel
+            for step, job in sorted(self._submitted.items()):
+                channel.send({"op": "submit", "step": step, "slot": job.slot, "again": again}, (job.fd,))
+
+    def _listen(self, channel: wire.Channel) -> None:
+        while (received := channel.receive()) is not None:
+            message = received[0]
+            if message["op"] in ("committed", "failed"):
+                with self._lock:
+                    self._submitted.pop(int(message["step"]), None)
+            self._notice(message)
+
+    def _fail_all(self, error: Error) -> None:
+        with self._lock:
+            steps = sorted(self._submitted)
+            self._submitted.clear()
+        for step in steps:
+            self._notice({"op": "failed", "step": step, **error.data()})
+        self._notice({"op": "lost", **error.data()})

@@ -1,0 +1,383 @@
+"""The runtime in a training loop: `ckptrt.init()`, then restore, step, save, wait, close."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+from ckptrt import say
+from ckptrt.adapters import adapt
+from ckptrt.arena import Arena
+from ckptrt.env import DIR, WorkerEnv
+from ckptrt.errors import Error, FencedError, PersistError, UsageError, from_data
+from ckptrt.faultpoints import faultpoint
+from ckptrt.persisting import OwnPersister, PersisterLink
+from ckptrt.ranks import find_ranks
+from ckptrt.restoring import Restored, restore_newest
+from ckptrt.session import Candidate, join_run
+from ckptrt.snapshot import SaveHandle, SaveStats
+from ckptrt.staging import CopyStager, Stager
+from ckptrt.storage.owner import made_by
+from ckptrt.wire import Message
+
+__all__ = ["Runtime", "init"]
+
+OnError = Literal["warn", "raise"]
+
+_COMMIT_LINE_EVERY_S = 5.0
+_CLOSE_TIMEOUT_S = 600.0
+
+
+def init(
+    dir: str | None = None,
+    *,
+    every: int | None = None,
+    keep: int | None = None,
+    rng: bool = True,
+    on_error: OnError = "warn",
+    storage_options: Mapping[str, Any] | None = None,
+    **state: Any,
+) -> Runtime:
+    """Make this process's checkpointing runtime. Every rank calls it, after `init_process_group()`.
+
+    dir: the run's directory or URL (such as runs/gpt or s3://bucket/runs/gpt); by default that of `ckptrt-launch`.
+    every: save after each so many steps; None saves only when save() is called.
+    keep: how many checkpoints stay; None keeps all.
+    rng: whether the state of the random generators is a part of the checkpoint.
+    on_error: what a failed save does to the training: "warn" prints and counts it, "raise" raises it at the next
+    step(). A job whose run was taken over by another one gets FencedError at the next step() in any case.
+    storage_options: options of the URL's file system, as for fsspec.
+    state: what is saved, by name: modules, optimizers, anything with state_dict/load_state_dict, and dicts.
+    Raises UsageError for state that can't be saved, BusyError if another job holds the run, StorageError if the
+    storage can't be reached.
+    """
+    env = WorkerEnv.read()
+    url = dir or env.dir
+    if not url:
+        raise UsageError("ckptrt.init() has no directory", hint=f"pass one, or set {DIR} or --ckpt-dir")
+    if every is not None and every < 1:
+        raise UsageError(f"every={every}: a save every so many steps needs at least 1")
+    if keep is not None and keep < 1:
+        raise UsageError(f"keep={keep}: at least the newest checkpoint must stay")
+    if not state:
+        raise UsageError(
+            "ckptrt.init() was given no state", hint="pass model=..., optim=... and what else must come back"
+        )
+    url = str(url) if "://" in str(url) else os.path.abspath(url)
+    return Runtime(url, env, state, every, keep, rng, on_error, dict(storage_options or {}))
+
+
+class Runtime:
+    """One rank's checkpointing. Made by `ckptrt.init`; not to be shared between threads.
+
+    start_step: the first step that the loop must run (0, or how many steps the restored checkpoint had behind it).
+    step_count: steps that are done. last_committed: the newest step that is durable on every rank, or None.
+    incarnation: number of this worker set. stats: what became of the saves.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        env: WorkerEnv,
+        state: dict[str, Any],
+        every: int | None,
+        keep: int | None,
+        rng: bool,
+        on_error: OnError,
+        storage_options: dict[str, Any],
+    ) -> None:
+        self._ranks = find_ranks(env.rank, env.world_size)
+        self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
+        self._adapters = adapt(state, self.rank, self.world_size, rng=rng)
+        self._every, self._keep, self._on_error = every, keep, on_error
+        self._session = join_run(env, self._ranks, url, storage_options)
+        self._stager: Stager = CopyStager(self.rank, self.world_size)
+        self._arena = Arena(self.rank, self._allocate)
+        self._own_persister = OwnPersister() if self._session.agent is None else None
+        if self._own_persister is not None:
+            self._own_persister.ensure()  # its start takes a third of a second: let it be over by the first save
+        self._link: PersisterLink | None = None
+        self._lock = threading.Lock()
+        self._in_flight: dict[int, tuple[SaveHandle, int, float]] = {}  # step -> handle, slot, when
+        self._raise_next: Error | None = None
+        self._commit_line_s = -_COMMIT_LINE_EVERY_S
+        self._first_step = True
+        self._closed = False
+        self.start_step = 0
+        self.step_count = 0
+        self.last_committed: int | None = None
+        self.stats = SaveStats()
+
+    @property
+    def incarnation(self) -> int:
+        return self._session.incarnation
+
+    def restore(self) -> Restored | None:
+        """Load the newest checkpoint that is whole into the state; None if there is none. Says which, and why.
+
+        Every rank calls it, before the first step. Live tensors are written only after every rank has read and
+        verified all that it needs. Raises MismatchError if the checkpoint doesn't fit, CorruptError if none is whole.
+        """
+        self._check_open()
+        if self._link is not None or self.step_count:
+            raise UsageError("restore() comes before the first step")
+        restored = restore_newest(self._session, self._adapters)
+        parent = None
+        if restored is not None:
+            self.start_step = self.step_count = restored.step
+            parent = Candidate(step=restored.step, incarnation=restored.incarnation, tier=restored.tier)
+            if restored.tier == "stored":
+                self.last_committed = restored.step
+            self._arena.keep(restored.step, restored.incarnation)
+        self._begin(parent)
+        self._tell_start(restored)
+        if self._session.agent is not None:
+            self._session.agent.phase("restored", self.step_count)
+        return restored
+
+    def step(self, **metrics: float) -> None:
+        """Say that a training step is done; saves if one is due.
+
+        metrics: numbers of this step, for people. Raises FencedError if another job has taken the run over, and with
+        on_error="raise" the error of a save that failed since the last call.
+        """
+        self._check_open()
+        self._raise_pending()
+        if self._link is None:
+            self._begin_unrestored()
+        self.step_count += 1
+        if self._first_step:
+            self._first_step = False
+            if self._session.agent is not None:
+                self._session.agent.phase("first_step", self.step_count)
+        faultpoint("step", rank=self.rank, step=self.step_count, incarnation=self.incarnation)
+        if self._every is not None and self.step_count % self._every == 0:
+            self.save()
+
+    def save(self) -> SaveHandle:
+        """Take a snapshot of the present state and have it written in the background.
+
+        Every rank calls it at the same step. Returns at once with a handle; if no slot is free, the save is skipped,
+        counted, and the handle has the error. A second call at the same step returns the first one's handle.
+        """
+        self._check_open()
+        if self._link is None:
+            self._begin_unrestored()
+        step = self.step_count
+        with self._lock:
+            if step in self._in_flight:
+                return self._in_flight[step][0]
+        handle = SaveHandle(step=step)
+        started_s = time.monotonic()
+        try:
+            staged = self._stager.stage(self._adapters, self._arena, step, self.incarnation)
+        except Error as error:
+            handle.staged.set_exception(error)
+            self._failed(handle, error)
+            return handle
+        stall_s = time.monotonic() - started_s
+        self.stats.stall_s += stall_s
+        if staged is None:
+            self._skipped(handle)
+            return handle
+        handle.staged.set_result(stall_s)
+        facts = {"rank": self.rank, "step": step, "incarnation": self.incarnation}
+        faultpoint("sealed", **facts)
+        with self._lock:
+            self._in_flight[step] = (handle, staged.slot, started_s)
+        assert self._link is not None
+        self._link.submit(step, staged.slot, self._arena.fd)
+        faultpoint("submitted", **facts)
+        return handle
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until every save that is under way is committed. Raises the error of the first one that failed.
+
+        PersistError after `timeout_s`.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            handles = [handle for handle, _, _ in self._in_flight.values()]
+        for handle in handles:
+            left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
+            try:
+                handle.committed.result(left_s)
+            except TimeoutError:
+                raise PersistError(
+                    f"step {handle.step} of run {self._session.url} isn't committed after {timeout_s:g} s",
+                    safe=self._safe(),
+                ) from None
+
+    def close(self) -> None:
+        """Wait for saves under way, then let go of the run. A save that fails now is told like any other."""
+        if self._closed:
+            return
+        try:
+            self.wait(_CLOSE_TIMEOUT_S)
+        except Error as error:
+            if not self.stats.last_error:
+                say.block("warn", str(error))
+        self._closed = True
+        if self._link is not None:
+            self._link.close()
+        if self._own_persister is not None:
+            self._own_persister.close()
+        self._session.close()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- joining
+
+    def _begin(self, parent: Candidate | None) -> None:
+        """Fence, then open the line to the persister: nothing of this incarnation is written before."""
+        self._session.fence(parent)
+        session, own = self._session, self._own_persister
+        hello: Message = {
+            "op": "hello",
+            "url": session.url,
+            "options": session.options,
+            "incarnation": session.incarnation,
+            "world_size": self.world_size,
+            "nonce": session.nonce,
+            "made_by": made_by(),
+            "keep": self._keep,
+            "rank": self.rank,
+            "pid": os.getpid(),
+        }
+        if session.agent is not None:
+            self._link = PersisterLink(session.agent.persister(), hello, self._hear)
+        else:
+            assert own is not None
+            self._link = PersisterLink(own.path, hello, self._hear, own.ensure)
+
+    def _begin_unrestored(self) -> None:
+        """The loop starts without restore(): fine in a new run, a mistake in one that has something to restore."""
+        found = self._session.candidates()
+        if found:
+            raise UsageError(
+                f"run {self._session.url} holds step {found[0].step}, but restore() was not called",
+                safe="nothing was written",
+                hint="call rt.restore() before the first step, or give another directory to start anew",
+            )
+        self._begin(None)
+        self._tell_start(None)
+
+    def _allocate(self, size_bytes: int) -> tuple[int, bool]:
+        if self._session.agent is not None:
+            return self._session.agent.arena(size_bytes)
+        fd = os.memfd_create(f"ckptrt-r{self.rank}", os.MFD_CLOEXEC)
+        os.ftruncate(fd, size_bytes)
+        return fd, True
+
+    def _tell_start(self, restored: Restored | None) -> None:
+        if self.rank != 0:
+            return
+        url = self._session.url
+        if restored is None:
+            say.line("start", f"fresh: no committed checkpoint in {url} · incarnation {self.incarnation}")
+            return
+        saved, now = restored.world_size, self.world_size
+        ranks = f"{now} rank{'s' * (now > 1)}" + (" (same as saved)" if saved == now else f" (saved by {saved})")
+        why = "newest that every rank can have" if restored.tier == "memory" else "newest committed"
+        say.line(
+            "resume",
+            f"step {restored.step} from {'memory' if restored.tier == 'memory' else url} · {ranks} · "
+            f"incarnation {restored.incarnation} -> {self.incarnation} · {why}",
+        )
+        if saved < now:
+            say.line(
+                "warn",
+                f"ranks {saved} to {now - 1} are new: plain state from rank modulo {saved}, random generators anew",
+            )
+        elif saved > now:
+            say.line("warn", f"plain state and random generators of ranks {now} to {saved - 1} are not used")
+
+    # --- what became of saves; called from the link's thread
+
+    def _hear(self, message: Message) -> None:
+        op = message["op"]
+        if op == "committed":
+            self._committed(int(message["step"]))
+        elif op in ("failed", "warning", "lost"):
+            error = from_data(message)
+            if op == "failed":
+                with self._lock:
+                    entry = self._in_flight.pop(int(message["step"]), None)
+                if entry is not None:
+                    self._arena.settled(entry[1], entry[0].step)
+                    self._failed(entry[0], error)
+            else:
+                self._tell_error(error)
+
+    def _committed(self, step: int) -> None:
+        with self._lock:
+            entry = self._in_flight.pop(step, None)
+        if entry is None:
+            return
+        handle, slot, started_s = entry
+        self._arena.settled(slot, step)
+        self.last_committed = max(step, self.last_committed or 0)
+        self.stats.committed += 1
+        if self.stats.committed == 1 and self._session.agent is not None:
+            self._session.agent.release_retired()
+        now_s = time.monotonic()
+        if self.rank == 0 and now_s - self._commit_line_s >= _COMMIT_LINE_EVERY_S:
+            self._commit_line_s = now_s
+            staged_s = handle.staged.result()
+            say.line(
+                "commit", f"step {step} · durable in {(now_s - started_s) * 1e3:.0f} ms, stall {staged_s * 1e3:.1f} ms"
+            )
+        handle.committed.set_result(now_s - started_s)
+
+    def _failed(self, handle: SaveHandle, error: Error) -> None:
+        self.stats.failed += 1
+        self.stats.last_error = error.code
+        if isinstance(error, FencedError) or self._on_error == "raise":
+            self._raise_next = error
+        self._tell_error(
+            type(error)(
+                f"step {handle.step}, rank {self.rank}: not saved ({self.stats.failed} failed so far): {error.what}",
+                safe=error.safe or self._safe(),
+                hint=error.hint,
+            )
+        )
+        handle.committed.set_exception(error)
+
+    def _skipped(self, handle: SaveHandle) -> None:
+        self.stats.skipped += 1
+        error = PersistError(
+            f"step {handle.step}: skipped, both slots are still being written ({self.stats.skipped} skipped so far)",
+            safe=self._safe(),
+            hint="save less often, or to faster storage",
+        )
+        handle.staged.set_exception(error)
+        handle.committed.set_exception(error)
+        if self.rank == 0:
+            say.line("skip", error.what)
+
+    def _tell_error(self, error: Error) -> None:
+        say.block("warn", f"{error.code}: {error}")
+
+    def _safe(self) -> str:
+        if self.last_committed is None:
+            return "training goes on; nothing is committed yet"
+        return f"training goes on; step {self.last_committed} is committed"
+
+    def _raise_pending(self) -> None:
+        error, self._raise_next = self._raise_next, None
+        if error is not None:
+            raise error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this runtime is closed")

@@ -1,0 +1,153 @@
+"""How a process joins a run: the run's records, the incarnation that it belongs to, and where to go on from.
+
+Under `ckptrt-launch` the agent has raised the incarnation and written the fence before the workers ran. Alone or
+under torchrun, rank 0 does it: it holds the run, picks the next incarnation, and writes the fence once it is known
+which step was restored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from ckptrt.agentlink import AgentLink
+from ckptrt.env import WorkerEnv
+from ckptrt.errors import BusyError, Error, ExistsError, UsageError
+from ckptrt.ranks import RankGroup
+from ckptrt.storage.catalog import Catalog, hold_run, open_catalog
+from ckptrt.storage.layout import CommitId, fence_name
+from ckptrt.storage.owner import this_owner
+from ckptrt.storage.records import Parent
+from ckptrt.storage.runlock import RunHold
+from ckptrt.storage.tiers.registry import open_tier
+
+__all__ = ["Candidate", "Session", "join_run"]
+
+_RESUME = re.compile(r"(\d+)\.(\d+)\.(memory|stored)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A checkpoint that could be restored, and from where."""
+
+    step: int
+    incarnation: int
+    tier: str  # memory or stored
+
+    def data(self) -> list[Any]:
+        return [self.step, self.incarnation, self.tier]
+
+    @staticmethod
+    def from_data(data: list[Any]) -> Candidate:
+        return Candidate(step=data[0], incarnation=data[1], tier=data[2])
+
+
+@dataclass(slots=True)
+class Session:
+    """This process's membership in one incarnation of a run."""
+
+    url: str
+    options: dict[str, Any]
+    ranks: RankGroup
+    catalog: Catalog
+    agent: AgentLink | None
+    incarnation: int
+    resume: str | None  # what the agent decided; None without an agent
+    hold: RunHold | None = None
+    nonce: str = ""
+
+    @property
+    def fenced(self) -> bool:
+        """Whether this incarnation's fence is known to be written, so that data may be."""
+        return bool(self.nonce)
+
+    def candidates(self) -> list[Candidate]:
+        """What may be restored, best first, the same list on every rank."""
+        return [Candidate.from_data(data) for data in self.ranks.share(lambda: [c.data() for c in self._candidates()])]
+
+    def _candidates(self) -> list[Candidate]:
+        found: list[Candidate] = []
+        limit: CommitId | None = None
+        if self.resume == "fresh":
+            return found
+        if self.resume is not None:
+            match = _RESUME.fullmatch(self.resume)
+            if match is None:
+                raise UsageError(f"the agent's word on where to resume from is not understood: {self.resume!r}")
+            limit = CommitId(int(match[1]), int(match[2]))
+            if match[3] == "memory":
+                found.append(Candidate(step=limit.step, incarnation=limit.incarnation, tier="memory"))
+        found += [
+            Candidate(step=commit.step, incarnation=commit.incarnation, tier="stored")
+            for commit in self.catalog.commits()
+            if commit.incarnation < self.incarnation and (limit is None or commit.step <= limit.step)
+        ]
+        return found
+
+    def fence(self, parent: Candidate | None) -> None:
+        """Make sure that this incarnation's fence is there; data may be written afterwards.
+
+        parent: what was restored. BusyError if another job has fenced the run meanwhile.
+        """
+        self.incarnation, self.nonce = self.ranks.share(lambda: self._fence(parent))
+
+    def _fence(self, parent: Candidate | None) -> list[Any]:
+        if self.agent is None:
+            origin = Parent(step=parent.step, incarnation=parent.incarnation) if parent else None
+            try:
+                self.catalog.write_fence(self.incarnation, origin, self.ranks.world_size, this_owner())
+            except ExistsError as error:
+                raise BusyError(
+                    f"run {self.url}: another job has just started incarnation {self.incarnation} ({error.what})",
+                    safe="nothing was written by this job",
+                    hint="let one of the two go on",
+                ) from None
+        # All ranks of an incarnation put their files into one folder a step; its name must be no other attempt's.
+        record = self.catalog.tier.read(fence_name(self.incarnation))
+        return [self.incarnation, xxhash.xxh3_64_hexdigest(record)[:8]]
+
+    def close(self) -> None:
+        if self.hold is not None:
+            self.hold.release()
+
+
+def join_run(env: WorkerEnv, ranks: RankGroup, url: str, options: Mapping[str, Any]) -> Session:
+    """Open the run at `url`, made if it isn't there. Raises BusyError if another live job holds it."""
+    options = dict(options)
+    if env.agent_socket:
+        agent = AgentLink(env.agent_socket, ranks.rank, env.incarnation or 0)
+        incarnation, resume = agent.open_run(url, options, ranks.world_size)
+        return Session(
+            url=url,
+            options=options,
+            ranks=ranks,
+            catalog=Catalog(open_tier(url, **options)),
+            agent=agent,
+            incarnation=incarnation,
+            resume=resume,
+        )
+    holds: list[RunHold] = []
+
+    def open_as_first() -> int:
+        holds.append(hold_run(url))
+        try:
+            return open_catalog(url, create=True, **options).newest_incarnation() + 1
+        except Error:
+            holds.pop().release()
+            raise
+
+    incarnation = ranks.share(open_as_first)
+    return Session(
+        url=url,
+        options=options,
+        ranks=ranks,
+        catalog=Catalog(open_tier(url, **options)),
+        agent=None,
+        incarnation=incarnation,
+        resume=None,
+        hold=holds[0] if holds else None,
+    )

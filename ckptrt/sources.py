@@ -1,0 +1,166 @@
+"""Where the bytes of a checkpoint can be had: sealed slots of this node's memory, or shard files of a tier."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import xxhash
+
+from ckptrt.errors import CorruptError, NoCheckpointError
+from ckptrt.plan import Read, chunk_aligned
+from ckptrt.storage.checkpoint import Checkpoint
+from ckptrt.storage.layout import DATA
+from ckptrt.storage.records import ObjectRecord, ReceiptRecord, ShardRecord, TensorRecord
+from ckptrt.storage.slots import ArenaView
+from ckptrt.storage.tiers.base import Tier
+
+__all__ = ["MemorySource", "Part", "Source", "StoredSource"]
+
+_READ_BYTES = 16 << 20
+_READERS = 4
+
+
+class Part(Protocol):
+    """What one rank stored."""
+
+    rank: int
+    tensors: tuple[TensorRecord, ...]
+    objects: tuple[ObjectRecord, ...]
+
+
+class Source(Protocol):
+    """A checkpoint's bytes by rank. Everything that `mapped` hands out has been verified as far as the tier allows."""
+
+    world_size: int
+
+    def parts(self) -> Sequence[Part]:
+        """What each rank stored, in order of ranks."""
+        ...
+
+    def mapped(self, rank: int, reads: Sequence[Read]) -> AbstractContextManager[memoryview]:
+        """The rank's shard file as one buffer, of which (at least) the asked-for ranges hold their bytes.
+
+        CorruptError names file, bytes and tensors if anything differs from what was written.
+        """
+        ...
+
+
+class _SlotPart:
+    def __init__(self, rank: int, tensors: tuple[TensorRecord, ...], objects: tuple[ObjectRecord, ...]) -> None:
+        self.rank, self.tensors, self.objects = rank, tensors, objects
+
+
+class MemorySource:
+    """The snapshot of one step in the arenas of this node."""
+
+    def __init__(self, fds: Sequence[int], step: int, incarnation: int) -> None:
+        """Maps the arenas and closes the descriptors. NoCheckpointError if not every rank's snapshot is here."""
+        self.world_size = 0
+        self._images: dict[int, memoryview] = {}
+        self._parts: dict[int, _SlotPart] = {}
+        for fd in fds:
+            try:
+                self._take(ArenaView(fd), step, incarnation)
+            except CorruptError:
+                continue  # an arena that was never formatted holds nothing
+            finally:
+                os.close(fd)
+        if not self.world_size or sorted(self._parts) != list(range(self.world_size)):
+            raise NoCheckpointError(
+                f"the memory tier doesn't hold step {step} of incarnation {incarnation} for all ranks: "
+                f"{len(self._parts)} of {self.world_size or '?'}",
+            )
+
+    def _take(self, view: ArenaView, step: int, incarnation: int) -> None:
+        for slot in range(view.slots):
+            header = view.header(slot)
+            if header is None or (header.step, header.incarnation) != (step, incarnation):
+                continue
+            meta = view.meta(slot, header)
+            self.world_size = header.world_size
+            self._images[header.rank] = view.image(slot, header.image_bytes)
+            self._parts[header.rank] = _SlotPart(header.rank, meta.tensors, meta.objects)
+
+    def parts(self) -> Sequence[Part]:
+        return [self._parts[rank] for rank in range(self.world_size)]
+
+    @contextmanager
+    def mapped(self, rank: int, reads: Sequence[Read]) -> Iterator[memoryview]:
+        yield self._images[rank]
+
+
+class _ReceiptPart:
+    def __init__(self, receipt: ReceiptRecord) -> None:
+        self.rank, self.tensors, self.objects = receipt.rank, receipt.tensors, receipt.objects
+        self.shard = receipt.shard
+
+
+class StoredSource:
+    """The shard files of a committed checkpoint, read by ranges of whole digest chunks."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._parts = [_ReceiptPart(receipt) for receipt in checkpoint.receipts()]
+        self.world_size = len(self._parts)
+
+    def parts(self) -> Sequence[Part]:
+        return self._parts
+
+    @contextmanager
+    def mapped(self, rank: int, reads: Sequence[Read]) -> Iterator[memoryview]:
+        part = self._parts[rank]
+        # Address space is free and only pages that are read into take memory, so ranges keep their places. The map goes
+        # with its last view: an error on its way up may hold one, so nothing is closed by force.
+        view = memoryview(mmap.mmap(-1, max(part.shard.size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        wide = chunk_aligned(reads, part.shard.chunk_bytes, part.shard.size_bytes)
+        read_verified(self._checkpoint.tier, part.shard, part.tensors, wide, view, rank)
+        yield view
+
+
+def read_verified(
+    tier: Tier,
+    shard: ShardRecord,
+    tensors: Sequence[TensorRecord],
+    reads: Sequence[Read],
+    out: memoryview,
+    rank: int,
+) -> None:
+    """Read ranges of whole chunks to their own offsets in `out`, in parallel, and check each chunk's digest."""
+    step = max(_READ_BYTES // shard.chunk_bytes, 1) * shard.chunk_bytes
+    pieces = [(at, min(step, start + size - at)) for start, size in reads for at in range(start, start + size, step)]
+
+    def read(piece: tuple[int, int]) -> None:
+        start, size = piece
+        tier.read_into(DATA + shard.name, start, out[start : start + size])
+        for at in range(start, start + size, shard.chunk_bytes):
+            chunk = out[at : min(at + shard.chunk_bytes, start + size)]
+            number = at // shard.chunk_bytes
+            if xxhash.xxh3_64_hexdigest(chunk) != shard.chunks[number * 16 : number * 16 + 16]:
+                raise _bad_chunk(tier, shard, tensors, at, len(chunk), rank)
+
+    if len(pieces) == 1:
+        read(pieces[0])
+        return
+    with ThreadPoolExecutor(max_workers=_READERS) as pool:
+        for _ in pool.map(read, pieces):
+            pass
+
+
+def _bad_chunk(
+    tier: Tier, shard: ShardRecord, tensors: Sequence[TensorRecord], start: int, size: int, rank: int
+) -> CorruptError:
+    at = sorted((record.start, record.key) for record in tensors)
+    before = [key for begin, key in at if begin <= start][-1:]
+    hit = before + [key for begin, key in at if start < begin < start + size]
+    shown = ", ".join(dict.fromkeys(hit[:4])) + (f" and {len(hit) - 4} more" if len(hit) > 4 else "")
+    return CorruptError(
+        f"{tier.url}/{DATA}{shard.name} is damaged: bytes {start} to {start + size - 1} (rank {rank}) don't have their "
+        f"digest; they hold {shown or 'no tensor'}",
+        safe="nothing of it was loaded",
+        hint="`ckptrt verify --read-data` names all that is damaged and the newest good step",
+    )
