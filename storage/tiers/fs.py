@@ -43,9 +43,10 @@ class Fs:
         """
         if not hasattr(_libc, "fallocate"):
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        if _libc.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size_bytes)) != 0:
+        while _libc.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size_bytes)) != 0:
             code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+            if code != errno.EINTR:  # as Python does for the calls that it wraps itself
+                raise OSError(code, os.strerror(code))
 
     def set_direct(self, fd: int, direct: bool) -> None:
         """Turn O_DIRECT on or off for an open file."""

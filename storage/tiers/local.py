@@ -7,6 +7,7 @@ name. link(2) never replaces, so one of any number of writers wins, and no reade
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import stat
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from urllib.parse import unquote, urlsplit
 
-from ckptrt.errors import AccessError, StorageError, UsageError
+from ckptrt.errors import AccessError, NotFoundError, StorageError, UsageError
 from ckptrt.storage.tiers.base import Entry
 from ckptrt.storage.tiers.checks import CountedPieces, check_range, short_object
 from ckptrt.storage.tiers.filewriter import FileWriter
@@ -24,6 +25,8 @@ from ckptrt.storage.tiers.names import TEMP, check_name, check_prefix
 from ckptrt.storage.tiers.oserrors import exists_error, from_oserror, not_found_error
 
 __all__ = ["LocalTier", "local_path"]
+
+_log = logging.getLogger(__name__)
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 
@@ -53,6 +56,7 @@ class LocalTier:
         self._fs = fs or Fs()
         self._durable_dirs: set[str] = set()  # folders whose own names are known to survive a power cut
         self._lock = threading.Lock()
+        self._warned = False
 
     # --- writing
 
@@ -77,7 +81,7 @@ class LocalTier:
             finally:
                 self._unlink(temp)
             try:
-                self._fs.fsync_dir(folder)
+                self._sync_dir(folder)
             except OSError:
                 self._unlink(path)  # what may not survive a power cut must not be taken for written
                 raise
@@ -126,7 +130,7 @@ class LocalTier:
                 return
         made = self._mkdir(folder)
         try:
-            self._fs.fsync_dir(os.path.dirname(folder))
+            self._sync_dir(os.path.dirname(folder))
         except PermissionError:
             if made:
                 raise  # else the folder above isn't ours to open, and neither was it we who changed it
@@ -142,6 +146,16 @@ class LocalTier:
             self._make_dirs(os.path.dirname(folder))
             return self._mkdir(folder)
         return True
+
+    def _sync_dir(self, folder: str) -> None:
+        try:
+            self._fs.fsync_dir(folder)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            if not self._warned:  # some network file systems: names are as safe as their server makes them
+                self._warned = True
+                _log.warning("folders can't be synced there url=%s error=%s", self.url, error)
 
     def _forget_dirs(self, folder: str) -> None:
         with self._lock:
@@ -171,8 +185,7 @@ class LocalTier:
     def read_many(self, names: Iterable[str]) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
         for name in names:
-            path = self._path(name)
-            if self._exists(path):
+            with suppress(NotFoundError):
                 found[name] = self.read(name)
         return found
 
@@ -239,7 +252,7 @@ class LocalTier:
             self._check_inside(path)
             try:
                 self._fs.unlink(path)
-                self._fs.fsync_dir(os.path.dirname(path))
+                self._sync_dir(os.path.dirname(path))
             except OSError as error:
                 if error.errno not in (*_ABSENT, errno.EISDIR):
                     raise
@@ -255,7 +268,7 @@ class LocalTier:
                     self._fs.unlink(folder)
                 else:
                     self._remove_tree(folder)
-                self._fs.fsync_dir(os.path.dirname(folder))
+                self._sync_dir(os.path.dirname(folder))
             except OSError as error:
                 if error.errno not in _ABSENT:
                     raise

@@ -65,7 +65,7 @@ class ObjectTier:
         self._client = S3Client(self.url, bucket, self._root, storage_options)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckptrt-s3")
         self._lock = threading.Lock()
-        self._unsure: dict[tuple[str, str], str] = {}  # (name, digest) -> writer of an attempt without an answer
+        self._unsure: dict[tuple[str, str], set[str]] = {}  # (name, digest) -> writers of attempts without an answer
 
     # --- writing
 
@@ -77,7 +77,10 @@ class ObjectTier:
         check_name(self.url, name)
         counted = CountedPieces(pieces, size_bytes, self.url, name)
         if size_bytes <= part_size_bytes(size_bytes):
-            self._put(name, b"".join(counted))
+            data = bytearray()
+            for piece in counted:
+                data += piece
+            self._put(name, bytes(data))
             return
         if not self._unsure and self._find(name) is not None:
             raise exists_error(self.url, name)  # before many bytes are sent for nothing
@@ -110,19 +113,19 @@ class ObjectTier:
 
     def _resolve(self, name: str, writer: str, digest: str, error: StorageError) -> None:
         """Return if this attempt, or an earlier one of ours with these bytes, did write the object; else raise."""
-        earlier = self._unsure.get((name, digest))
+        key = (name, digest)
         try:
             found = self._find(name)
         except TransientError:
             found = None
         if found is not None:
             with self._lock:
-                self._unsure.pop((name, digest), None)
-            if _writer_of(found) in (writer, earlier):
+                ours = self._unsure.pop(key, set()) | {writer}
+            if _writer_of(found) in ours:
                 return
             raise exists_error(self.url, name) from error
         with self._lock:
-            self._unsure[name, digest] = earlier or writer
+            self._unsure.setdefault(key, set()).add(writer)
         raise TransientError(
             f"can't tell whether {join_url(self.url, name)} was written: {error.what}",
             safe="if it was, it is whole; what was stored before is untouched",
@@ -287,8 +290,8 @@ class ObjectTier:
         """
         name = f".probe-{secrets.token_hex(8)}"
         try:
-            racers = list(self._pool.map(lambda number: self._probe_put(name, number), range(4)))
-            if racers.count(True) != 1 or self._probe_put(name, 4) or self._probe_parts(name):
+            racers = list(self._pool.map(lambda number: self._probe_put(name, number), range(2)))
+            if racers.count(True) != 1 or self._probe_put(name, 2) or self._probe_parts(name):
                 raise StorageError(
                     f"the store behind {self.url} let a second create replace an object: it ignores If-None-Match",
                     safe="nothing of yours was written",
