@@ -11,7 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import click
+
 from ckptrt import errors
+from ckptrt.storage.cli import cli
 
 __all__ = ["GENERATORS", "outdated", "render"]
 
@@ -70,10 +73,24 @@ def error_classes() -> str:
     return _table(("class", "is a", "code", "exit", "meaning"), rows)
 
 
+def commands() -> str:
+    """What each verb of `ckptrt` says of itself."""
+    parts = []
+    root = click.Context(cli, info_name="ckptrt", terminal_width=90, max_content_width=90, **cli.context_settings)
+    for verb in cli.list_commands(root):
+        command = cli.get_command(root, verb)
+        if command is None:
+            raise SystemExit(f"docs/generate.py: ckptrt {verb} is listed but can't be loaded")
+        text = command.get_help(click.Context(command, info_name=verb, parent=root))
+        parts.append(f"## ckptrt {verb}\n\n```text\n{text}\n```\n\n")
+    return "".join(parts)
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "environment": environment,
     "exit-codes": exit_codes,
     "errors": error_classes,
+    "commands": commands,
 }
 
 _PART = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
