@@ -36,13 +36,16 @@ test: $(STAMP) etcd
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
+# Every check runs, whichever fails.
 lint: $(STAMP)
-	@$(BIN)/ruff check
-	@$(BIN)/ruff format --check
-	@$(BIN)/mypy
-	@$(BIN)/mypy --config-file tests/mypy.ini tests examples docs
-	@$(BIN)/lint-imports --no-cache > $(VENV)/lint-imports.txt || { cat $(VENV)/lint-imports.txt; exit 1; }
-	@tail -n 2 $(VENV)/lint-imports.txt
+	@failed=0; \
+	$(BIN)/ruff check --output-format concise || failed=1; \
+	$(BIN)/ruff format --check --output-format concise || failed=1; \
+	$(BIN)/mypy || failed=1; \
+	$(BIN)/mypy --config-file tests/mypy.ini tests examples docs || failed=1; \
+	$(BIN)/lint-imports --no-cache >$(VENV)/lint-imports.txt || { cat $(VENV)/lint-imports.txt; failed=1; }; \
+	tail -n 2 $(VENV)/lint-imports.txt; \
+	exit $$failed
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix
