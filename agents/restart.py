@@ -225,6 +225,12 @@ def _run_opened(state: State, event: Event) -> Judgement:
     return replace(state, has_run=True, incarnation=event.incarnation, exit_code=code), ()
 
 
+def _run_opened_late(state: State, event: Event) -> Judgement:
+    """The set that asked has ended meanwhile. The next one asks again if this one was refused."""
+    assert isinstance(event, RunOpened)
+    return (state if event.exit_code else replace(state, has_run=True)), ()
+
+
 def _finished(state: State, event: Event) -> Judgement:
     return _exited(state)
 
@@ -325,6 +331,7 @@ TABLE: Mapping[tuple[Phase, type], Handler] = {
     (Phase.NEW, StopRequested): _stop_now,
     (Phase.OPENING, Opened): _opened,
     (Phase.OPENING, OpenFailed): _open_failed,
+    (Phase.OPENING, RunOpened): _run_opened_late,
     (Phase.OPENING, Committed): _committed,
     (Phase.OPENING, StopRequested): _stop_later,
     (Phase.OPENING, Evicted): _evicted_later,
@@ -344,7 +351,7 @@ TABLE: Mapping[tuple[Phase, type], Handler] = {
     (Phase.STOPPING, Committed): _committed,
     (Phase.STOPPING, StopRequested): _stop_again,
     (Phase.STOPPING, Evicted): _evicted_later,
-    (Phase.JUDGING, RunOpened): _run_opened,
+    (Phase.JUDGING, RunOpened): _run_opened_late,
     (Phase.JUDGING, Judged): _judged,
     (Phase.JUDGING, Committed): _committed,
     (Phase.JUDGING, StopRequested): _stop_later,

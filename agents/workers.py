@@ -46,13 +46,17 @@ class WorkerStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExited:
-    """code: exit status, or minus the signal's number. at_s: when its parent saw it. note: what else is known."""
+    """code: exit status, or minus the signal's number. at_s: when its parent saw it. note: what else is known.
+
+    by_us: it died of a signal that this group had sent.
+    """
 
     rank: int
     pid: int
     code: int
     at_s: float
     note: str = ""
+    by_us: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,7 @@ class WorkerBase(ABC):
         self._ranks: dict[int, int] = {}  # pid -> rank, of live workers
         self._events: list[WorkerEvent] = []
         self._kill_at_s: float | None = None
+        self._sent: set[int] = set()  # signals that this set got from here
 
     @abstractmethod
     def _send(self, pids: Sequence[int], signum: int) -> None: ...
@@ -117,12 +122,13 @@ class WorkerBase(ABC):
         """Add what happened to the events, by `_note_started` and `_note_exited`."""
 
     def send_signal(self, signum: int) -> None:
+        self._sent.add(signum)
         self._send(tuple(self._ranks), signum)
 
     def stop(self, grace_s: float, signum: int = signal.SIGTERM) -> None:
         # A stopped process takes no signal but SIGKILL before it goes on.
         self._send(tuple(self._ranks), signal.SIGCONT)
-        self._send(tuple(self._ranks), signum)
+        self.send_signal(signum)
         kill_at_s = self._clock.monotonic_s() + grace_s
         self._kill_at_s = kill_at_s if self._kill_at_s is None else min(self._kill_at_s, kill_at_s)
 
@@ -130,7 +136,7 @@ class WorkerBase(ABC):
         self._collect()
         if self._kill_at_s is not None and self._ranks and self._clock.monotonic_s() >= self._kill_at_s:
             self._kill_at_s = None
-            self._send(tuple(self._ranks), signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
             self._collect()
         events, self._events = self._events, []
         return events
@@ -147,17 +153,20 @@ class WorkerBase(ABC):
         if self._ranks:
             raise AssertionError(f"ranks {sorted(self._ranks.values())} of the last set still run")
         self._kill_at_s = None
+        self._sent.clear()
 
     def _note_started(self, rank: int, pid: int) -> None:
         self._ranks[pid] = rank
         self._events.append(WorkerStarted(rank=rank, pid=pid))
         if self._kill_at_s is not None:  # it came up while the set was being stopped
+            self._sent.add(signal.SIGKILL)
             self._send((pid,), signal.SIGKILL)
 
     def _note_exited(self, pid: int, code: int, at_s: float, note: str = "") -> None:
         rank = self._ranks.pop(pid, None)
         if rank is not None:
-            self._events.append(WorkerExited(rank=rank, pid=pid, code=code, at_s=at_s, note=note))
+            by_us = -code in self._sent
+            self._events.append(WorkerExited(rank=rank, pid=pid, code=code, at_s=at_s, note=note, by_us=by_us))
 
 
 class ColdWorkers(WorkerBase):

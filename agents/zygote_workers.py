@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 
 import ckptrt
@@ -114,8 +113,7 @@ class ZygoteWorkers(WorkerBase):
 
     def stop(self, grace_s: float, signum: int = signal.SIGTERM) -> None:
         for spec in self._waiting:  # nobody will start these, so they have ended
-            now_s = self._clock.monotonic_s()
-            self._events.append(WorkerExited(rank=spec.rank, pid=0, code=-signum, at_s=now_s, note="not started yet"))
+            self._never_came(spec.rank, "not started yet", by_us=True)
         self._waiting.clear()
         super().stop(grace_s, signum)
 
@@ -173,9 +171,7 @@ class ZygoteWorkers(WorkerBase):
         elif op == "forked":
             self._note_started(self._asked.pop(message["ticket"]), message["pid"])
         elif op == "refused":
-            self._asked.pop(message["ticket"], None)
-            if not self._asked:
-                self._events.append(WorkersUnavailable(why=message["why"]))
+            self._refuse([self._asked.pop(message["ticket"])], message["why"])
         elif op == "ready" and self._zygote is not None:
             self._zygote.ready, self._zygote.took_s = True, message["took_s"]
             self._note_failed(message["failed"])
@@ -186,12 +182,25 @@ class ZygoteWorkers(WorkerBase):
     def _note_failed(self, failed: dict[str, str]) -> None:
         self.problems += [f"{name} can't be preloaded: {why}" for name, why in failed.items()]
 
+    def _refuse(self, ranks: list[int], why: str) -> None:
+        """These ranks will not come. If others of the set run, the set has failed; else it can be started elsewhere."""
+        if self._ranks:
+            for rank in ranks:
+                self._never_came(rank, why)
+        elif not self._asked:
+            self._events.append(WorkersUnavailable(why=why))
+
+    def _never_came(self, rank: int, note: str, *, by_us: bool = False) -> None:
+        now_s = self._clock.monotonic_s()
+        exited = WorkerExited(rank=rank, pid=0, code=-signal.SIGKILL, at_s=now_s, note=note, by_us=by_us)
+        self._events.append(exited)
+
     def _lost(self, note: str) -> None:
         """The zygote is gone: so are its workers, by their death signal."""
-        asked, waiting = bool(self._asked), bool(self._waiting)
+        missing = [*self._asked.values(), *(spec.rank for spec in self._waiting)]
         self._asked.clear()
         self._waiting.clear()
+        if missing:
+            self._refuse(missing, note)
         for pid in tuple(self._ranks):
-            self._note_exited(pid, -signal.SIGKILL, time.monotonic(), note)
-        if asked or waiting:
-            self._events.append(WorkersUnavailable(why=note))
+            self._note_exited(pid, -signal.SIGKILL, self._clock.monotonic_s(), note)
