@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -104,7 +105,7 @@ class TierConformance:
     @pytest.mark.parametrize("equal", [True, False])
     def test_of_concurrent_creators_one_wins(self, tier: Tier, equal: bool) -> None:
         bodies = [b"same" if equal else b"writer %d" % number for number in range(self.racers)]
-        results = outcomes([lambda data=data: tier.create("commits/race", data) for data in bodies])
+        results = outcomes([partial(tier.create, "commits/race", data) for data in bodies])
         assert results.count(None) == 1
         assert all(isinstance(result, ExistsError) for result in results if result is not None)
         assert tier.read("commits/race") == bodies[results.index(None)]
@@ -112,7 +113,7 @@ class TierConformance:
     @pytest.mark.parametrize("size_bytes", [100, 8 * MIB + 3])
     def test_of_concurrent_writers_one_wins(self, tier: Tier, size_bytes: int) -> None:
         bodies = [body(size_bytes, seed) for seed in range(3)]
-        results = outcomes([lambda data=data: tier.write("data/race", pieces_of(data), size_bytes) for data in bodies])
+        results = outcomes([partial(tier.write, "data/race", pieces_of(data), size_bytes) for data in bodies])
         assert results.count(None) == 1
         assert all(isinstance(result, ExistsError) for result in results if result is not None)
         assert tier.read("data/race") == bodies[results.index(None)]

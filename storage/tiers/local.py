@@ -138,13 +138,20 @@ class LocalTier:
             self._durable_dirs.add(folder)
 
     def _mkdir(self, folder: str) -> bool:
+        """Make one folder, after those above it; False if it is there."""
+        above = os.path.dirname(folder)
+        try:
+            self._fs.mkdir(folder)
+            return True
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            self._forget_dirs(above)  # it may have been there when this tier last looked
+            self._make_dirs(above)
         try:
             self._fs.mkdir(folder)
         except FileExistsError:
             return False
-        except FileNotFoundError:
-            self._make_dirs(os.path.dirname(folder))
-            return self._mkdir(folder)
         return True
 
     def _sync_dir(self, folder: str) -> None:
@@ -162,8 +169,12 @@ class LocalTier:
             self._durable_dirs = {d for d in self._durable_dirs if d != folder and not d.startswith(folder + "/")}
 
     def _unlink(self, path: str) -> None:
-        with suppress(OSError):  # an error is already on its way, or the next delete_prefix finds the leftover
+        """Remove what a write leaves over, without hiding the error that may be on its way."""
+        try:
             self._fs.unlink(path)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                _log.warning("file left behind, delete_prefix removes it path=%s error=%s", path, error)
 
     # --- reading
 
