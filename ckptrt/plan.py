@@ -21,10 +21,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptrt.errors import MismatchError
-from ckptrt.regions import Region, flat_boxes, intersect, runs, shared_runs, subtract
+from ckptrt.regions import Region, around, flat_boxes, intersect, runs, shared_runs, subtract
 
 __all__ = [
     "GAP_BYTES", "Copy", "Holding", "Missing", "Piece", "Read", "RestorePlan", "Stored", "Wanted",
@@ -197,7 +197,7 @@ def plan_restore(
     stored: Iterable[Stored],
     wanted: Sequence[Wanted],
     *,
-    cost: Mapping[File, int] | None = None,
+    cost: Mapping[Any, int] | None = None,
     gap_bytes: int = GAP_BYTES,
 ) -> RestorePlan:
     """The reads and copies that fill every wanted region from what is stored.
@@ -207,13 +207,7 @@ def plan_restore(
     cost: files with a lower cost are taken first; a file not named costs 0.
     Raises MismatchError if any part is stored nowhere or with another shape. Nothing is wanted of an empty region.
     """
-    copies: list[Copy] = []
-    missing: list[Missing] = []
-    for part in _cover_all(stored, wanted, cost or {}):
-        if isinstance(part, Missing):
-            missing.append(part)
-        else:
-            copies.append(part)
+    copies, missing = _cover_all(stored, wanted, cost or {})
     if missing:
         raise _not_stored(missing, wanted)
     return RestorePlan(reads=_reads(copies, gap_bytes), copies=tuple(copies))
@@ -221,49 +215,55 @@ def plan_restore(
 
 def find_missing(stored: Iterable[Stored], wanted: Sequence[Wanted]) -> tuple[Missing, ...]:
     """What `plan_restore` would lack, to choose a step or a tier before anything is read."""
-    return tuple(part for part in _cover_all(stored, wanted, {}) if isinstance(part, Missing))
+    return tuple(_cover_all(stored, wanted, {})[1])
 
 
 def _cover_all(
-    stored: Iterable[Stored], wanted: Sequence[Wanted], cost: Mapping[File, int]
-) -> Iterator[Copy | Missing]:
-    shelves = _shelves(stored, {key for key, _, _ in wanted})
+    stored: Iterable[Stored], wanted: Sequence[Wanted], cost: Mapping[Any, int]
+) -> tuple[list[Copy], list[Missing]]:
+    copies: list[Copy] = []
+    missing: list[Missing] = []
+    shelves = _shelves(stored, {one.key for one in wanted})
     for index, (key, shape, region) in enumerate(wanted):
         shelf = shelves.get(key)
-        if shelf is None:
-            if not region.is_empty:
-                yield Missing(index, key, (region,))
-            continue
-        if shelf.shape != shape:
+        if shelf is not None and shelf.shape != shape:
             raise MismatchError(
                 f"tensor {key!r} is stored with shape {shelf.shape} and wanted with shape {shape}",
                 safe="nothing was loaded",
                 hint="load it into a model of the stored shape, or leave this key out",
             )
-        yield from _cover(index, key, region, shelf.near(region), cost)
+        if region.is_empty:
+            continue
+        left = [region] if shelf is None else _cover(index, region, shelf.near(region), cost, copies)
+        if left:
+            missing.append(Missing(index, key, tuple(left)))
+    return copies, missing
 
 
 def _cover(
-    index: int, key: str, region: Region, near: Sequence[Stored], cost: Mapping[File, int]
-) -> Iterator[Copy | Missing]:
-    """Copies that fill one wanted region, and what of it is missing."""
+    index: int, region: Region, near: Sequence[Stored], cost: Mapping[Any, int], copies: list[Copy]
+) -> list[Region]:
+    """Append the copies that fill one wanted region; returns what of it is stored nowhere."""
     hits = [(box, one) for one in near if (box := intersect(one.region, region)) is not None]
-    if len(hits) > 1:
+    # Order matters only where something is stored more than once.
+    if len(hits) > 1 and sum(box.numel for box, _ in hits) > region.numel:
         hits.sort(key=lambda hit: (cost.get(hit[1].file, 0), -hit[0].numel))
-    left = [] if region.is_empty else [region]
-    for box, one in hits:
+    left = [region]
+    for box, (_, _, item_bytes, held, file, start) in hits:
+        rest: list[Region] = []
         for part in left:
             taken = box if part is region else intersect(box, part)
-            if taken is not None:
-                yield Copy(
-                    index, one.file, one.start, one.region.sizes, one.item_bytes,
-                    taken.inside(one.region), taken.inside(region),
-                )  # fmt: skip
-        left = [] if box == region else [rest for part in left for rest in subtract(part, (box,))]
+            if taken is None:
+                rest.append(part)
+                continue
+            source, target = taken.inside(held), taken.inside(region)
+            copies.append(Copy(index, file, start, held.sizes, item_bytes, source, target))
+            if taken != part:
+                rest += around(part, taken)
+        left = rest
         if not left:
-            return
-    if left:
-        yield Missing(index, key, tuple(left))
+            break
+    return left
 
 
 class _Shelf:

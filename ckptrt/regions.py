@@ -14,7 +14,8 @@ from operator import add, sub
 from typing import NamedTuple
 
 __all__ = [
-    "Region", "covers", "flat_boxes", "intersect", "overlaps", "runs", "shared_runs", "subtract", "uncovered", "whole",
+    "Region", "around", "covers", "flat_boxes", "intersect", "overlaps", "runs", "shared_runs", "subtract", "uncovered",
+    "whole",
 ]  # fmt: skip
 
 
@@ -70,31 +71,34 @@ def covers(outer: Region, inner: Region) -> bool:
     return inner.is_empty or intersect(outer, inner) == inner
 
 
+def around(box: Region, inner: Region) -> list[Region]:
+    """What of `box` lies around `inner`, a non-empty region inside it, as disjoint boxes."""
+    slabs: list[Region] = []
+    offsets, sizes = box
+    for dim, (start, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
+        before, after = offsets[:dim], offsets[dim + 1 :]
+        box_start, box_size = offsets[dim], sizes[dim]
+        for slab_start, slab_end in ((box_start, start), (start + size, box_start + box_size)):
+            if slab_start < slab_end:
+                slab_sizes = (*sizes[:dim], slab_end - slab_start, *sizes[dim + 1 :])
+                slabs.append(Region((*before, slab_start, *after), slab_sizes))
+        # What is left for the other dims is as thin as the inner region here.
+        offsets, sizes = (*before, start, *after), (*sizes[:dim], size, *sizes[dim + 1 :])
+    return slabs
+
+
 def subtract(region: Region, holes: Iterable[Region]) -> list[Region]:
     """What is left of `region` without the holes, as disjoint boxes."""
     left = [] if region.is_empty else [region]
     for hole in holes:
-        left = [rest for box in left for rest in _without(box, hole)]
+        rest: list[Region] = []
+        for box in left:
+            common = intersect(box, hole)
+            rest += [box] if common is None else around(box, common)
+        left = rest
         if not left:
             break
     return left
-
-
-def _without(box: Region, hole: Region) -> Iterator[Region]:
-    common = intersect(box, hole)
-    if common is None:
-        yield box
-        return
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    for dim, (start, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
-        # Slabs before and after the hole in this dim; what goes on is as thin as the hole here.
-        for slab_start, slab_end in ((offsets[dim], start), (start + size, offsets[dim] + sizes[dim])):
-            if slab_start < slab_end:
-                yield Region(
-                    (*offsets[:dim], slab_start, *offsets[dim + 1 :]),
-                    (*sizes[:dim], slab_end - slab_start, *sizes[dim + 1 :]),
-                )
-        offsets[dim], sizes[dim] = start, size
 
 
 def uncovered(shape: Sequence[int], regions: Iterable[Region]) -> list[Region]:

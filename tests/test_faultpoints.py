@@ -100,6 +100,7 @@ def test_only_one_of_many_threads_meets_a_fault() -> None:
     assert hits == [1]
 
 
+@pytest.mark.processes
 def test_kill_is_sigkill_at_the_asked_step() -> None:
     child = _child(
         "for step in range(9):\n faultpoint('step', step=step)\n print(step, flush=True)", "step@step=3:kill"
@@ -108,6 +109,7 @@ def test_kill_is_sigkill_at_the_asked_step() -> None:
     assert (out.split(), child.returncode) == (["0", "1", "2"], -signal.SIGKILL)
 
 
+@pytest.mark.processes
 def test_kill_pid_kills_the_named_process_and_goes_on() -> None:
     with subprocess.Popen(["sleep", "600"]) as victim:
         try:
@@ -128,6 +130,7 @@ def test_kill_pid_refuses_what_is_not_one_process(pid: object, monkeypatch: pyte
     assert killed == []
 
 
+@pytest.mark.processes
 def test_stop_halts_until_sigcont() -> None:
     child = _child("faultpoint('step')\nprint('went on')", "step:stop")
     try:
@@ -169,6 +172,7 @@ def test_a_malformed_spec_is_named(spec: str) -> None:
     assert repr(spec) in caught.value.what
 
 
+@pytest.mark.processes
 def test_a_malformed_variable_is_an_error_at_import() -> None:
     _, err = (child := _child("print('imported')", "staging:explode")).communicate(timeout=60)
     assert child.returncode == 1

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -297,14 +298,24 @@ def test_edge_shapes_are_written_exactly_once(
     assert not any(region.is_empty for region in regions)
 
 
-@pytest.mark.parametrize("companion", [False, True])
-def test_a_tensor_without_elements_is_written_once_for_its_name(companion: bool) -> None:
+@pytest.mark.parametrize("others", [(), ("a",), ("z",), ("a", "z")])
+def test_a_tensor_without_elements_is_written_once_for_its_name(others: tuple[str, ...]) -> None:
     tensors = [("none", 4, (3, 0), [whole((3, 0))] * 4)]
-    if companion:
-        tensors.append(("some", 4, (3, 5), [whole((3, 5))] * 4))
+    tensors += [(key, 4, (3, 5), [whole((3, 5))] * 4) for key in others]
     written = [piece for pieces in pieces_of_all(holdings_of(tensors)) for piece in pieces]
-    assert [piece for piece in written if piece[0] == "none"] == [("none", whole((3, 0)))]
-    assert len(written) == len(tensors)
+    assert sorted(written) == sorted((key, whole(shape)) for key, _, shape, _ in tensors)
+
+
+def test_no_rank_is_two_grains_off_the_mean() -> None:
+    rng = random.Random(13)
+    for _ in range(200):
+        shapes = [(rng.randint(1, 300), rng.randint(1, 30_000)) for _ in range(rng.randint(1, 12))]
+        count = rng.randint(2, 9)
+        tensors = [(f"t{number}", 4, shape, [whole(shape)] * count) for number, shape in enumerate(shapes)]
+        written = [4 * load for load in loads(pieces_of_all(holdings_of(tensors)))]
+        mean = sum(written) / count
+        grain = min(max(mean / 64, 64 * 1024), 1024 * 1024)
+        assert all(abs(load - mean) <= 2 * grain for load in written), (shapes, written)
 
 
 def test_the_pieces_come_in_order_whatever_the_order_of_the_holdings() -> None:
@@ -532,12 +543,8 @@ def test_a_read_past_the_end_of_the_file_is_refused() -> None:
 
 
 def best_s(act: Callable[[], object]) -> float:
-    taken = []
-    for _ in range(3):
-        start = time.perf_counter()
-        act()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+    """Seconds of processor time, without pauses for garbage."""
+    return min(timeit.Timer(act, timer=time.process_time).repeat(repeat=5, number=1))
 
 
 def save_job(count: int) -> Callable[[], object]:
@@ -565,4 +572,5 @@ def shards_job(count: int) -> Callable[[], object]:
 
 @pytest.mark.parametrize("job", [save_job, restore_job, shards_job])
 def test_ten_times_the_tensors_take_about_ten_times_as_long(job: Callable[[int], Callable[[], object]]) -> None:
-    assert best_s(job(20_000)) < 15 * best_s(job(2_000))
+    """Measured 10 to 12 times; a plan that compares each with each would take a hundred times as long."""
+    assert best_s(job(20_000)) < 25 * best_s(job(2_000))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+import timeit
 
 import numpy as np
 import pytest
@@ -98,19 +100,35 @@ def test_uncovered_and_overlaps(shape: tuple[int, ...]) -> None:
         assert (set(found), len(found)) == (expected, len(expected))
 
 
-@pytest.mark.parametrize("by_column", [False, True])
-def test_many_shards_of_one_tensor_are_checked_quickly(by_column: bool) -> None:
-    """10,000 shards: comparing each with each would be 50 million intersections."""
-    shards = [Region((place * 2, 0), (2, 4)) for place in range(10_000)]
+def many_shards(count: int, by_column: bool) -> tuple[tuple[int, ...], list[Region]]:
+    shards = [Region((place * 2, 0), (2, 4)) for place in range(count)]
+    shape: tuple[int, ...] = (2 * count, 4)
     if by_column:
-        shards = [Region(offsets[::-1], sizes[::-1]) for offsets, sizes in shards]
-    full = (4, 20_000) if by_column else (20_000, 4)
+        shape, shards = shape[::-1], [Region(offsets[::-1], sizes[::-1]) for offsets, sizes in shards]
     random.Random(4).shuffle(shards)
-    assert uncovered(full, shards) == []
+    return shape, shards
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+def test_one_lost_or_doubled_shard_of_many_is_found(by_column: bool) -> None:
+    shape, shards = many_shards(1000, by_column)
+    assert uncovered(shape, shards) == []
     assert list(overlaps(shards)) == []
     lost = shards.pop()
-    assert uncovered(full, shards) == [lost]
-    assert len(list(overlaps([*shards, shards[5]]))) == 1
+    assert uncovered(shape, shards) == [lost]
+    assert list(overlaps([*shards, shards[5]])) == [(5, 999)]
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+def test_ten_times_the_shards_take_about_ten_times_as_long(by_column: bool) -> None:
+    """Comparing each with each would take a hundred times as long."""
+
+    def best_s(count: int) -> float:
+        shape, shards = many_shards(count, by_column)
+        timer = timeit.Timer(lambda: (uncovered(shape, shards), list(overlaps(shards))), timer=time.process_time)
+        return min(timer.repeat(repeat=5, number=1))
+
+    assert best_s(5000) < 30 * best_s(500)
 
 
 def test_flat_boxes_are_the_elements_in_order(shape: tuple[int, ...]) -> None:
@@ -160,6 +178,7 @@ def test_shared_runs_move_each_element_to_its_place(shape: tuple[int, ...]) -> N
         for start, landing, length in shared_runs(shape, source, target_shape, target, 2):
             buffer[landing : landing + length] = numbers.tobytes()[start : start + length]
             moved += length
+            assert length > 0
         result = np.frombuffer(bytes(buffer), np.uint16).reshape(target_shape)
         assert moved == 2 * source.numel
         assert np.array_equal(part(result, target), part(numbers, source))
