@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import socket
-from importlib.metadata import PackageNotFoundError, version
 
 from ckptrt.storage.records import Owner
 
@@ -24,6 +23,9 @@ def this_owner() -> Owner:
 
 def made_by() -> str:
     """The writing program and its version."""
+    # Slow to load, and needed by writers only.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return f"ckptrt {version('ckptrt')}"
     except PackageNotFoundError:  # run from a bare source tree
