@@ -181,6 +181,7 @@ class Failover:
                     return attempt(endpoint)
                 except NotSentError as error:
                     problems[endpoint] = error
+                    self._move_on(index)
                 except (NoAnswerError, Refusal) as error:
                     problems[endpoint] = error
                     heard = True
@@ -188,11 +189,15 @@ class Failover:
                     if verdict is Verdict.AUTHENTICATE and not refused_token and authenticate():
                         refused_token = True
                         continue
+                    if verdict in (Verdict.ELSEWHERE, Verdict.UNCERTAIN):
+                        self._move_on(index)
                     _raise_if_final(error, verdict, writes)
-                if self.current == index:  # else another thread has found a good one already
-                    self.current = (index + 1) % len(self.endpoints)
             if not heard or time.monotonic() >= deadline_s or self._closing.wait(_PAUSE_S):
                 raise _unreachable(problems)
+
+    def _move_on(self, index: int) -> None:
+        if self.current == index:  # else another thread has found a good one already
+            self.current = (index + 1) % len(self.endpoints)
 
     def close(self) -> None:
         self._closing.set()
