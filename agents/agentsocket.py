@@ -210,7 +210,8 @@ class AgentServer:
             return Reply(message={"op": "ok"})
         if op == "persister":
             return Reply(message={"op": "persister", "path": self._desk.persister_path()})
-        return self._note(client, op, message)
+        self._note(client, op, message)
+        return None
 
     def _note(self, client: _Client, op: str, message: Message) -> None:
         if op == "committed":

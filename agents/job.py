@@ -153,13 +153,15 @@ class WorkerStore:
 
     def renew(self) -> int:
         """Drop the last incarnation's store and open a new one; returns its port. Raises UsageError if it is taken."""
-        from torch.distributed import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
         self._store = None
         loopback = self._port is None
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            listener = socket.create_server((self._host if loopback else "", self._port or 0), family=family, backlog=512)
+            listener = socket.create_server(
+                (self._host if loopback else "", self._port or 0), family=family, backlog=512
+            )
         except OSError as error:
             raise UsageError(
                 f"the workers' store can't listen on {self._host}:{self._port or 0}: {error.strerror}",

@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ckptrt.agents.connect import EtcdAccess
 from ckptrt.agents.coord import CoordStore
 from ckptrt.agents.embedded_etcd import EmbeddedEtcd
-from ckptrt.agents.etcd import EtcdCoordStore
 from ckptrt.agents.lease import LeaseChange, LeaseKeeper
 from ckptrt.clock import Clock, SystemClock
 from ckptrt.errors import BusyError, CoordError
@@ -128,8 +128,8 @@ class JobLink:
             self._etcd.stop()
 
     def _connect_etcd(self, request_timeout_s: float) -> CoordStore:
-        endpoints = self._endpoints or [self._etcd.endpoint if self._etcd else ""]
-        return EtcdCoordStore(endpoints, request_timeout_s=request_timeout_s)
+        endpoints = ",".join(self._endpoints) or (self._etcd.endpoint if self._etcd else "")
+        return EtcdAccess(endpoints=endpoints).connect(request_timeout_s)
 
     def _lead(self, me: str) -> None:
         assert self._keeper is not None and self._store is not None
@@ -159,7 +159,9 @@ class JobLink:
         if change.kind == "back":
             self._notify(LinkNotice(kind="back", text=f"etcd answers again: {change.reason}"))
         elif f"{self._prefix}/leader" in change.reason and "held by another" in change.reason:
-            self._notify(LinkNotice(kind="evicted", text=f"another launcher leads run {self._run} now: {change.reason}"))
+            self._notify(
+                LinkNotice(kind="evicted", text=f"another launcher leads run {self._run} now: {change.reason}")
+            )
         else:
             self._notify(LinkNotice(kind="lost", text=f"etcd lost, training goes on: {change.reason}"))
 

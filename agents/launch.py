@@ -78,9 +78,7 @@ def _supervise(job: Job, zygote: ZygoteProcess | None, planned: Plan) -> int:
         if zygote is not None and zygote.environ.get("OMP_NUM_THREADS") != job.environ.get("OMP_NUM_THREADS"):
             zygote.close()  # the guess was wrong, and libraries read this when they are loaded
             zygote = None
-        group = ZygoteWorkers(
-            zygote or ZygoteProcess(dict(job.environ)), preload=job.preload, path=job.preload_path
-        )
+        group = ZygoteWorkers(zygote or ZygoteProcess(dict(job.environ)), preload=job.preload, path=job.preload_path)
     try:
         code = Supervisor(job, group, console).run()
     finally:
@@ -127,13 +125,12 @@ def _record_event(code: int, handler: str) -> None:
     """Tell torch elastic's event handler, if the user named one, how the job ended."""
     if handler == "null":
         return
-    from torch.distributed.elastic import events
+    from torch.distributed.elastic.events import record
+    from torch.distributed.elastic.events.api import Event, EventSource
 
     state = "SUCCEEDED" if code == 0 else "FAILED"
-    event = events.Event(
-        name=f"torchelastic.worker.status.{state}", source=events.EventSource.AGENT, metadata={"exit_code": code}
-    )
-    events.record(event, handler)
+    name = f"torchelastic.worker.status.{state}"
+    record(Event(name=name, source=EventSource.AGENT, metadata={"exit_code": code}), handler)
 
 
 def _guess_workers(args: Sequence[str]) -> int:

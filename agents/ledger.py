@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckptrt.agents.restart import Resume, Snapshot, choose_resume
 from ckptrt.errors import Error, ExistsError, FencedError, NoCheckpointError, TransientError, UsageError
@@ -60,7 +61,7 @@ class RunLedger:
         self._catalog: storage.Catalog | None = None
         self._hold: storage.RunHold | None = None
 
-    def open_run(self, url: str, options: dict[str, object]) -> None:
+    def open_run(self, url: str, options: dict[str, Any]) -> None:
         """Hold the run and open its catalog; the second call must name the same run.
 
         Raises BusyError when another job has it, and what the storage raises.

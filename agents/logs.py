@@ -19,6 +19,7 @@ __all__ = ["LogOptions", "SetLogs", "open_set_logs", "parse_streams"]
 
 _OUT, _ERR = 1, 2  # as in torchrun's -r and -t
 _TAIL_BYTES = 1 << 16
+_LINE_MAX = 240
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -94,7 +95,8 @@ class SetLogs:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:400]
+    text = " ".join(text.split())
+    return text if len(text) <= _LINE_MAX else text[: _LINE_MAX - 1] + "…"
 
 
 def parse_streams(text: str, num_workers: int) -> dict[int, int]:

@@ -10,7 +10,6 @@ import argparse
 import os
 import re
 import secrets
-import shlex
 import signal
 import sys
 import uuid
@@ -294,8 +293,3 @@ def _url(text: str) -> str:
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word for word in re.split(r"[,\s]+", text) if word)
-
-
-def describe(job: Job) -> str:
-    """The command that the workers run, for messages."""
-    return shlex.join((job.program.target, *job.program.args))

@@ -1,24 +1,19 @@
-"""What the launcher says: lines for people, and the same as JSON lines in <run's log dir>/events.jsonl.
+"""The wording of what the launcher says. Pure.
 
-Lines begin with one of a few fixed words and are aligned, so that logs grep well: launch, logs, failure, restart, recovery,
-signal, warn, done. Times in events are of the machine's monotonic clock; `wall` is for people.
+Lines begin with one of a few fixed words and are aligned, so that logs grep well: checkpoints, logs, failure, restart,
+recovery, signal, note, warn, done.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ckptrt.agents.verdict import Exit, Verdict, describe_code
-from ckptrt.clock import Clock, SystemClock
 
-__all__ = ["EventLog", "Recovery", "failure_lines", "line", "ranks_text", "recovery_line"]
+__all__ = ["Recovery", "failure_lines", "line", "ranks_text", "recovery_line"]
 
 _WIDTH = 13
-_PHASES = ("imported", "group", "restored", "first_step")
 
 
 def line(word: str, text: str) -> str:
@@ -48,7 +43,9 @@ def failure_lines(verdict: Verdict, *, step: int | None, tail: Sequence[str], lo
         if other.code < 0 and not other.by_us:
             rows.append(f"rank {other.rank} was killed as well: {describe_code(other.code)}")
         else:
-            rows.append(f"rank {other.rank} failed after it (not a cause): {describe_code(other.code)} {other.error}".rstrip())
+            rows.append(
+                f"rank {other.rank} failed after it (not a cause): {describe_code(other.code)} {other.error}".rstrip()
+            )
     if verdict.stopped:
         stopped = [other.rank for other in verdict.stopped]
         verb = "was" if len(stopped) == 1 else "were"
@@ -112,31 +109,3 @@ class Recovery:
 def recovery_line(parts: Mapping[str, float]) -> str:
     total_s = sum(parts.values())
     return line("recovery", f"{total_s:.2f} s = " + " + ".join(f"{name} {value:.2f}" for name, value in parts.items()))
-
-
-class EventLog:
-    """Appends JSON lines; without a directory it does nothing. A full disk costs events, never the job."""
-
-    def __init__(self, directory: str | None, *, warn: Callable[[str], None], clock: Clock | None = None) -> None:
-        self._fd = -1
-        self._warn = warn
-        self._clock = clock or SystemClock()
-        if directory is not None:
-            os.makedirs(directory, exist_ok=True)
-            path = os.path.join(directory, "events.jsonl")
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-    def write(self, event: str, **facts: Any) -> None:
-        if self._fd < 0:
-            return
-        record = {"event": event, "at_s": self._clock.monotonic_s(), "wall": self._clock.wall_iso(), **facts}
-        try:
-            os.write(self._fd, json.dumps(record).encode() + b"\n")
-        except OSError as error:
-            self._warn(f"events can't be written any more: {error.strerror}")
-            self.close()
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1

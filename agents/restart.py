@@ -18,15 +18,16 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 __all__ = [
-    "TABLE", "Action", "Begin", "Budget", "Committed", "Event", "Evicted", "FirstStep", "Judged", "Judgement", "OpenFailed",
-    "Opened", "Phase", "Resume", "RunOpened", "Snapshot", "State", "StopRequested", "WorkerFailed", "WorkerFinished",
-    "WorkersUp", "choose_resume", "step",
+    "TABLE", "Action", "Begin", "Budget", "Committed", "Event", "Evicted", "FirstStep", "Judged", "Judgement",
+    "OpenFailed", "Opened", "Phase", "Resume", "RunOpened", "Snapshot", "State", "StopRequested", "WorkerFailed",
+    "WorkerFinished", "WorkersUp", "choose_resume", "step",
 ]  # fmt: skip
 
 EXIT_FAILED = 1
 EXIT_LOCKED = 11
 EXIT_BUDGET = 20
 _SIGNAL_EXIT = 128
+_EARLY_S = 30.0
 
 
 class Phase(Enum):
@@ -128,9 +129,13 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What failed. error: a fingerprint of what a program does wrong each time; empty if it came from outside."""
+    """What failed. error: a fingerprint of what a program does wrong each time; empty if it came from outside.
+
+    lived_s: how long the workers had run.
+    """
 
     error: str
+    lived_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +277,9 @@ def _judged(state: State, event: Event) -> Judgement:
         return replace(state, phase=Phase.DONE), (Action.FINISH,)
     budget = state.budget
     no_progress = 0 if state.progressed or not state.has_run else state.no_progress + 1
-    early = "" if state.stepped or state.progressed else event.error
+    # A job that doesn't tell its steps has to be judged by its age.
+    early_death = not (state.stepped or state.progressed) if state.has_run else event.lived_s < _EARLY_S
+    early = event.error if early_death else ""
     if budget.max_restarts == 0:
         return _give_up(state, EXIT_FAILED, None)
     if early and early == state.last_error:
@@ -281,9 +288,7 @@ def _judged(state: State, event: Event) -> Judgement:
         return _give_up(state, EXIT_BUDGET, Action.GIVE_UP_BUDGET)
     if no_progress > budget.max_no_progress:
         return _give_up(state, EXIT_BUDGET, Action.GIVE_UP_PROGRESS)
-    again = replace(
-        state, phase=Phase.OPENING, restarts=state.restarts + 1, no_progress=no_progress, last_error=early
-    )
+    again = replace(state, phase=Phase.OPENING, restarts=state.restarts + 1, no_progress=no_progress, last_error=early)
     return again, (Action.RESTART, Action.OPEN)
 
 

@@ -8,6 +8,7 @@ on by their death signal.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import selectors
 import shutil
@@ -23,13 +24,14 @@ from ckptrt import env
 from ckptrt.agents import restart
 from ckptrt.agents.agentsocket import AgentServer, error_reply
 from ckptrt.agents.console import Console
+from ckptrt.agents.herald import Herald
 from ckptrt.agents.job import Job, WorkerStore, worker_env
 from ckptrt.agents.joblink import JobLink, LinkNotice
 from ckptrt.agents.ledger import Opening, RunLedger, memory_snapshots
 from ckptrt.agents.logs import SetLogs, open_set_logs
 from ckptrt.agents.mailbox import Mailbox
 from ckptrt.agents.persister_keeper import PersisterKeeper
-from ckptrt.agents.report import EventLog, Recovery, failure_lines, line, recovery_line
+from ckptrt.agents.report import Recovery
 from ckptrt.agents.restart import Action, Budget, Event, Phase, State
 from ckptrt.agents.verdict import Exit, Verdict, judge
 from ckptrt.agents.workers import (
@@ -49,6 +51,16 @@ __all__ = ["Supervisor"]
 
 _PERSISTER_PATIENCE_S = 60.0
 _TAIL_LINES = 20
+_DIR_PREFIX = "ckptrt-agent-"
+
+
+def _private_dir() -> str:
+    """A directory of this user alone for the sockets; what killed launchers have left behind is removed."""
+    for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{_DIR_PREFIX}*")):
+        pid = path.rpartition(_DIR_PREFIX)[2].partition("-")[0]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(path, ignore_errors=True)  # another user's stays
+    return tempfile.mkdtemp(prefix=f"{_DIR_PREFIX}{os.getpid()}-")
 
 
 class Supervisor:
@@ -65,10 +77,10 @@ class Supervisor:
         self._link = link or JobLink(job.run, endpoints=job.etcd_endpoints, notify=self._post_notice)
         self._ledger = RunLedger(self._link.raise_incarnation)
         self._store = WorkerStore(job.store_host, job.master_port)
-        self._dir = tempfile.mkdtemp(prefix="ckptrt-agent-")  # mode 0700: the socket in it is this user's alone
+        self._dir = _private_dir()
         self._server = AgentServer(self.socket_path, self, self._selector)
         directory = job.logs.directory
-        self._events = EventLog(directory, warn=lambda text: self._say("warn", text))
+        self._herald = Herald(console, directory)
         self._persister = PersisterKeeper(
             os.path.join(self._dir, "persister.sock"),
             environ=dict(job.environ),
@@ -85,6 +97,7 @@ class Supervisor:
         self._run_waiters: list[Callable[[Message], None]] = []
         self._set_logs = SetLogs(directory=None)
         self._specs: list[WorkerSpec] = []
+        self._started_at_s = 0.0
         self._up: dict[int, int] = {}  # rank -> pid
         self._exits: list[WorkerExited] = []
         self._recovery = Recovery(failed_at_s=0.0, seen_at_s=0.0, num_workers=job.num_workers)
@@ -135,7 +148,7 @@ class Supervisor:
         if isinstance(self._group, ZygoteWorkers):
             problems, self._group.problems = self._group.problems, []
             for problem in problems:
-                self._say("warn", problem)
+                self._herald.say("warn", problem)
 
     def _take_signals(self) -> None:
         for signum in self.job.signals:
@@ -157,7 +170,7 @@ class Supervisor:
             call()
 
     def _submit(self, call: Callable[..., None], *args: Any) -> None:
-        """Have the helper thread do it; an error that it didn't expect is raised here, and ends the job with a trace."""
+        """Have the helper thread do it; an error that it didn't expect is raised here, and ends the job."""
         self._helper.submit(call, *args).add_done_callback(self._helped)
 
     def _helped(self, future: Future[None]) -> None:
@@ -167,8 +180,8 @@ class Supervisor:
     def _stop_requested(self, signum: int) -> None:
         name = signal.Signals(signum).name
         again = self._state.exit_code is not None and self._state.phase is Phase.STOPPING
-        self._say("signal", f"{name}: {'killing' if again else 'stopping'} the workers")
-        self._events.write("signal", signal=name)
+        self._herald.say("signal", f"{name}: {'killing' if again else 'stopping'} the workers")
+        self._herald.event("signal", signal=name)
         self._last_signal = signum
         self._dispatch(restart.StopRequested(signum=signum))
 
@@ -176,8 +189,8 @@ class Supervisor:
         self._mailbox.post(partial(self._take_notice, notice))
 
     def _take_notice(self, notice: LinkNotice) -> None:
-        self._say("warn", notice.text)
-        self._events.write("etcd", kind=notice.kind, text=notice.text)
+        self._herald.say("warn", notice.text)
+        self._herald.event("etcd", kind=notice.kind, text=notice.text)
         if notice.kind == "evicted":
             self._dispatch(restart.Evicted())
 
@@ -202,9 +215,9 @@ class Supervisor:
         elif action is Action.JUDGE:
             self._judge()
         elif action is Action.RESTART:
-            self._say_restart()
+            self._herald.restart(self._state)
         elif action is not Action.FINISH:
-            self._say_give_up(action)
+            self._herald.give_up(action, self._state)
 
     # --- opening an incarnation (on the helper thread, up to the posts)
 
@@ -226,17 +239,15 @@ class Supervisor:
 
     def _advance(self, world_size: int) -> Opening:
         fds = [fd for _rank, fd in self._server.arenas.holdings()]
-        return self._ledger.advance(
-            memory=lambda: memory_snapshots(fds), policy=self.job.resume, world_size=world_size
-        )
+        return self._ledger.advance(memory=lambda: memory_snapshots(fds), policy=self.job.resume, world_size=world_size)
 
     def _open_failed(self, error: Error) -> None:
-        self._say_error(error)
+        self._herald.error(error)
         self._dispatch(restart.OpenFailed(exit_code=error.exit_code))
 
     def _opened(self, opening: Opening) -> None:
         if self._link.note:
-            self._say("warn", self._link.note)
+            self._herald.say("warn", self._link.note)
             self._link.note = ""
         self._note_opening(opening)
         now_s = time.monotonic()
@@ -247,8 +258,8 @@ class Supervisor:
     def _note_opening(self, opening: Opening) -> None:
         self._opening = opening
         for note in opening.notes:
-            self._say("warn", note)
-        self._events.write(
+            self._herald.say("warn", note)
+        self._herald.event(
             "opened",
             incarnation=opening.incarnation,
             resume=opening.resume_text,
@@ -264,6 +275,7 @@ class Supervisor:
     def _start(self) -> None:
         assert self._opening is not None
         job = self.job
+        self._started_at_s = time.monotonic()
         self._up.clear()
         self._exits.clear()
         self._set_logs = SetLogs(directory=None)
@@ -273,7 +285,7 @@ class Supervisor:
         try:
             port = self._store.renew()
         except UsageError as error:
-            self._say_error(error)
+            self._herald.error(error)
             self._refused(error.what)
             return
         self._set_logs = logs = open_set_logs(job.logs, self._opening.incarnation, job.num_workers)
@@ -314,7 +326,7 @@ class Supervisor:
     def _all_up(self) -> None:
         self._set_logs.close_streams()
         self._recovery.started_at_s = time.monotonic()
-        self._events.write(
+        self._herald.event(
             "started",
             incarnation=self._state.incarnation,
             restarts=self._state.restarts,
@@ -324,7 +336,7 @@ class Supervisor:
         self._dispatch(restart.WorkersUp())
         if self._state.restarts and not self._state.has_run:
             # These workers have never reported a step, so this is all that will be known.
-            self._say_recovery()
+            self._herald.recovery(self._recovery, self._state.incarnation)
 
     def _worker_exited(self, exited: WorkerExited) -> None:
         self._exits.append(exited)
@@ -341,7 +353,7 @@ class Supervisor:
         if isinstance(self._group, ColdWorkers):
             self._refused(event.why)
             return
-        self._say("warn", f"no warm start: {event.why}; workers are started cold, which takes seconds longer")
+        self._herald.say("warn", f"no warm start: {event.why}; workers are started cold, which takes seconds longer")
         self._group.close()
         self._group = ColdWorkers()
         self._group.start(self._specs)
@@ -365,21 +377,9 @@ class Supervisor:
         seen = cause.rank in self._set_logs.shown
         tail = [] if seen else self._set_logs.tail(cause.rank, _TAIL_LINES)
         log = self._set_logs.files.get(cause.rank, ("", ""))[1]
-        log = os.path.relpath(log) if log else ""
-        self._console.say(failure_lines(verdict, step=self._last_step, tail=tail, log=log))
-        self._events.write(
-            "failure",
-            incarnation=self._state.incarnation,
-            rank=cause.rank,
-            pid=cause.pid,
-            code=cause.code,
-            error=cause.error,
-            note=cause.note,
-            step=self._last_step,
-            consequences=[other.rank for other in verdict.consequences],
-            stopped=[other.rank for other in verdict.stopped],
-        )
-        self._dispatch(restart.Judged(error=verdict.fingerprint))
+        self._herald.failure(verdict, incarnation=self._state.incarnation, step=self._last_step, tail=tail, log=log)
+        lived_s = self._recovery.seen_at_s - self._started_at_s
+        self._dispatch(restart.Judged(error=verdict.fingerprint, lived_s=lived_s))
 
     def _exit(self, exited: WorkerExited) -> Exit:
         error, error_at_s = self._set_logs.error(exited.rank) if exited.code else ("", None)
@@ -434,7 +434,7 @@ class Supervisor:
         self._dispatch(restart.RunOpened(incarnation=opening.incarnation))
 
     def _run_refused(self, error: Error) -> None:
-        self._say_error(error)
+        self._herald.error(error)
         self._answer_waiters(error_reply(error))
         self._dispatch(restart.RunOpened(exit_code=error.exit_code))
 
@@ -455,49 +455,11 @@ class Supervisor:
         if self._recovery.phase(rank, name, at_s):
             self._dispatch(restart.FirstStep())
             if self._state.restarts:
-                self._say_recovery()
+                self._herald.recovery(self._recovery, self._state.incarnation)
 
     def committed(self, step: int) -> None:
         self._last_step = step if self._last_step is None else max(self._last_step, step)
         self._dispatch(restart.Committed(step=step))
-
-    # --- words
-
-    def _say(self, word: str, text: str) -> None:
-        self._console.say(line(word, text))
-
-    def _say_error(self, error: Error) -> None:
-        self._console.say(f"error[{error.code}]: {error}")
-        self._events.write("error", code=error.code, what=error.what, safe=error.safe, hint=error.hint)
-
-    def _say_restart(self) -> None:
-        state = self._state
-        budget = state.budget
-        left = budget.max_restarts - state.restarts
-        progress = f", no-progress {state.no_progress} of {budget.max_no_progress}" if state.has_run else ""
-        self._say(f"restart {state.restarts}", f"budget {left} of {budget.max_restarts} left{progress}")
-        self._events.write("restart", number=state.restarts, left=left, no_progress=state.no_progress)
-
-    def _say_recovery(self) -> None:
-        parts = self._recovery.parts()
-        self._console.say(recovery_line(parts))
-        self._events.write(
-            "recovery",
-            incarnation=self._state.incarnation,
-            parts=parts,
-            total_s=sum(parts.values()),
-            failed_at_s=self._recovery.failed_at_s,
-        )
-
-    def _say_give_up(self, action: Action) -> None:
-        state = self._state
-        why = {
-            Action.GIVE_UP_BUDGET: f"all {state.budget.max_restarts} restarts are used up",
-            Action.GIVE_UP_PROGRESS: f"{state.budget.max_no_progress} restarts in a row without a newly committed step",
-            Action.GIVE_UP_ERROR: "the same error twice before the first step; another start would meet it again",
-        }[action]
-        self._say("done", f"failed: {why}")
-        self._events.write("give_up", why=why)
 
     # --- the end
 
@@ -513,10 +475,7 @@ class Supervisor:
         self._ledger.close()
         self._store.close()
         self._copy_error_file()
-        code = self._state.exit_code or 0
-        self._say("done", f"{self._state.restarts} restarts, exit {code}")
-        self._events.write("done", exit_code=code, restarts=self._state.restarts)
-        self._events.close()
+        self._herald.done(self._state)
         self._selector.close()
         self._mailbox.close()
         shutil.rmtree(self._dir, ignore_errors=True)

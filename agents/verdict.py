@@ -1,8 +1,8 @@
 """Which exit was the cause and which were its consequences. Pure.
 
-Order in time decides, as far as it is known: a forked worker notes the moment of the exception that ends it, for the others
-there is the moment at which their exit was seen. What only says that a peer went away is a consequence even if it
-comes first: a process that dies may hold its sockets' ends closed for a while before its parent hears of it.
+Order in time decides, as far as it is known: a forked worker notes the moment of the exception that ends it, for the
+others there is the moment at which their exit was seen. What only says that a peer went away is a consequence even
+if it comes first: a process that dies may hold its sockets' ends closed for a while before its parent hears of it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _signal_name(number: int) -> str:
 
 
 def _is_consequence(exit_: Exit) -> bool:
-    return exit_.code >= 0 and bool(_PEER_GONE.search(exit_.error))
+    return bool(_PEER_GONE.search(exit_.error))
 
 
 def _fingerprint(exit_: Exit) -> str:

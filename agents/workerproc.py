@@ -102,7 +102,7 @@ def run(request: ForkRequest) -> None:
             runpy.run_path(request.target, run_name="__main__")
         else:
             _run_script(main, request.target)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the interpreter catches what the program lets through
         _fail(error)
 
 
@@ -161,7 +161,7 @@ def _reseed() -> None:
 
 
 def _size_thread_pools(environ: dict[str, str]) -> None:
-    """Let OpenBLAS have the threads that it would have in a cold start; the parent kept it at one to be able to fork."""
+    """Let OpenBLAS have the threads of a cold start; the parent kept it at one to be able to fork."""
     wanted = environ.get("OPENBLAS_NUM_THREADS") or environ.get("OMP_NUM_THREADS")
     count = int(wanted) if wanted and wanted.isdigit() else len(os.sched_getaffinity(0))
     if count <= 1 or "numpy" not in sys.modules:

@@ -20,7 +20,8 @@ __all__ = ["ZygoteProcess", "ZygoteWorkers"]
 # Not `-m`: that would leave the current directory in front of sys.path while torch is imported, and a random.py there
 # would win over the library's. The package's own folder comes last, for a checkout that isn't installed.
 _BOOT = (
-    "import sys; sys.path = [p for p in sys.path if p] + [sys.argv.pop(1)]; from ckptrt.agents import zygote; zygote.main()"
+    "import sys; sys.path = [p for p in sys.path if p] + [sys.argv.pop(1)];"
+    " from ckptrt.agents.zygote import main; main()"
 )
 _SEND_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 5.0
