@@ -113,7 +113,7 @@ def overlaps(regions: Sequence[Region]) -> Iterator[tuple[int, int]]:
     ndim = len(regions[0].sizes)
     # Sweep along the dim that tells the regions apart best, else column shards would all be compared with each other.
     axis = max(range(ndim), key=lambda dim: len({region.offsets[dim] for region in regions}), default=None)
-    order = [index for index, region in enumerate(regions) if not region.is_empty]
+    order = list(range(len(regions)))
     if axis is not None:
         order.sort(key=lambda index: regions[index].offsets[axis])
     for place, first in enumerate(order):
@@ -170,11 +170,10 @@ def runs(sizes: Sequence[int], box: Region, item_bytes: int, gap_bytes: int = 0)
     for size, start, count in zip(reversed(sizes), reversed(box.offsets), reversed(box.sizes), strict=True):
         offset += start * stride
         # The gaps of an outer dim are never smaller than those further in: after one loop dim come only loop dims.
-        if count > 1:
-            if stride - length <= gap_bytes:
-                length += (count - 1) * stride
-            else:
-                loops.append((count, stride))
+        if stride - length <= gap_bytes:
+            length += (count - 1) * stride
+        else:
+            loops.append((count, stride))
         stride *= size
     return [(start, length) for start in _spread(offset, loops)]
 

@@ -298,8 +298,8 @@ def test_edge_shapes_are_written_exactly_once(
     assert not any(region.is_empty for region in regions)
 
 
-@pytest.mark.parametrize("others", [(), ("a",), ("z",), ("a", "z")])
-def test_a_tensor_without_elements_is_written_once_for_its_name(others: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("others", ["", "a", "z", "az", "abcopqrs"])
+def test_a_tensor_without_elements_is_written_once_for_its_name(others: str) -> None:
     tensors = [("none", 4, (3, 0), [whole((3, 0))] * 4)]
     tensors += [(key, 4, (3, 5), [whole((3, 5))] * 4) for key in others]
     written = [piece for pieces in pieces_of_all(holdings_of(tensors)) for piece in pieces]
