@@ -181,7 +181,7 @@ class Failover:
                     return attempt(endpoint)
                 except NotSentError as error:
                     problems[endpoint] = error
-                    self._move_on(index)
+                    self.leave(index)
                 except (NoAnswerError, Refusal) as error:
                     problems[endpoint] = error
                     heard = True
@@ -190,12 +190,13 @@ class Failover:
                         refused_token = True
                         continue
                     if verdict in (Verdict.ELSEWHERE, Verdict.UNCERTAIN):
-                        self._move_on(index)
+                        self.leave(index)
                     _raise_if_final(error, verdict, writes)
             if not heard or time.monotonic() >= deadline_s or self._closing.wait(_PAUSE_S):
                 raise _unreachable(problems)
 
-    def _move_on(self, index: int) -> None:
+    def leave(self, index: int) -> None:
+        """Begin the next calls elsewhere: this endpoint has failed."""
         if self.current == index:  # else another thread has found a good one already
             self.current = (index + 1) % len(self.endpoints)
 

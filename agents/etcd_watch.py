@@ -185,10 +185,11 @@ class EtcdWatch(WatchBase):
         if message.compact_revision:
             raise self._compacted("were compacted away", message.compact_revision)
         reason = message.cancel_reason or "it gave no reason"
-        # A token that has run out shows as a lack of permission here.
-        if "permission" in reason and (self._denied or not self._store.forget_token()):
+        # A token that has run out shows as one of these, depending on the version of etcd.
+        denied = any(word in reason.lower() for word in ("permission", "auth token", "unauthenticated"))
+        if denied and (self._denied or not self._store.forget_token()):
             raise CoordError(f"etcd refuses a watch of {self._prefix}: {reason}", hint=Refusal(7, reason).hint)
-        self._denied = "permission" in reason
+        self._denied = denied
         raise NoAnswerError(f"{self._endpoint} cancelled the watch: {reason}")
 
     def _check_cluster(self, cluster_id: int) -> None:
@@ -228,6 +229,7 @@ class EtcdWatch(WatchBase):
         level = logging.DEBUG if self._failures else logging.WARNING
         _log.log(level, "event=watch_broken prefix=%s next_revision=%d: %s", self._prefix, self._next_revision, error)
         self._failures += 1
+        self._store.calls.leave(self._index)  # what a watch finds out, a write need not find out again
         self._index = (self._index + 1) % len(self._store.calls.endpoints)
         rounds = self._failures // len(self._store.calls.endpoints)
         if rounds:

@@ -424,14 +424,15 @@ def test_a_watch_on_a_node_that_hangs_moves_on() -> None:
         store.close()
 
 
-def test_a_watch_that_is_not_permitted_says_so() -> None:
+@pytest.mark.parametrize("reason", ["etcdserver: permission denied", "rpc error: code = Unauthenticated desc = x"])
+def test_a_watch_that_is_not_permitted_says_so(reason: str) -> None:
     def script(exchange: Exchange, _: Json) -> None:
         exchange.start_chunks()
-        exchange.chunk(line(created=True, canceled=True, cancel_reason="etcdserver: permission denied"))
+        exchange.chunk(line(created=True, canceled=True, cancel_reason=reason))
 
     with scripted(script) as node:
         store = EtcdCoordStore(node.endpoint)
-        with store.watch("/k", 3) as watch, pytest.raises(CoordError, match="permission denied"):
+        with store.watch("/k", 3) as watch, pytest.raises(CoordError, match="refuses a watch"):
             watch.poll(10.0)
         store.close()
 
