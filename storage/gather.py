@@ -109,6 +109,8 @@ class RunWriter:
         """A rank has handed over a snapshot of this step."""
         with self._changed:
             self._pending.setdefault(step, _Pending(since_s=self._clock.monotonic_s()))
+            self._poll_s = _POLL_FIRST_S
+            self._changed.notify()
 
     def add(self, step: int, rank: int, receipt: bytes) -> None:
         """A local rank's shard file is durable."""
@@ -141,7 +143,10 @@ class RunWriter:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._ready, timeout=self._timeout_s())
+                self._changed.wait_for(lambda: self._pending or self._closing)
+                if not self._ready():
+                    self._poll_s = min(self._poll_s * 1.5, _POLL_MAX_S)
+                    self._changed.wait(self._poll_s)
                 if self._closing and not self._pending:
                     return
                 steps = sorted(self._pending)
@@ -155,15 +160,8 @@ class RunWriter:
             self._drop_orphans()
 
     def _ready(self) -> bool:
-        if self._closing and not self._pending:
-            return True
+        """Whether something can be done without waiting for another node."""
         return self._coordinates() and any(len(p.receipts) == self.attempt.world_size for p in self._pending.values())
-
-    def _timeout_s(self) -> float | None:
-        if not self._pending:
-            return None
-        self._poll_s = min(self._poll_s * 1.5, _POLL_MAX_S)
-        return self._poll_s
 
     def _coordinates(self) -> bool:
         return 0 in self._ranks
