@@ -24,10 +24,10 @@ _BUSY = {
     "ThrottlingException", "RequestThrottled", "TooManyRequests", "OperationAborted", "ConditionalRequestConflict",
     "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody", "503", "500",
 }  # fmt: skip
-_UNREACHABLE = (
-    "HTTPClientError", "ConnectionError", "EndpointConnectionError", "ResponseParserError", "IncompleteReadError",
-    "ClientPayloadError", "ServerDisconnectedError", "ClientConnectionError",
-)  # fmt: skip
+_UNREACHABLE = {
+    "HTTPClientError", "ConnectionError", "ResponseParserError", "IncompleteReadError", "ClientPayloadError",
+    "ServerDisconnectedError", "ClientConnectionError", "TimeoutError",
+}  # fmt: skip
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound")
 _WRONG_CALL = ("ParamValidationError", "InvalidRegionError", "NoRegionError")
 
@@ -51,7 +51,7 @@ def from_s3_error(error: BaseException, url: str, name: str, doing: str) -> Stor
     code, status = s3_code(error), s3_status(error)
     kind, hint = _from_answer(code, status) if (code or status) else _from_client(error)
     label = f"{code} ({status})" if code or status else type(error).__name__
-    text = str(error).strip() or "no message"
+    text = str(error).strip() or "no answer in time"
     return kind(f"can't {doing} {join_url(url, name)}: {label}: {text}", safe=_SAFE, hint=hint)
 
 
@@ -71,6 +71,8 @@ def _from_answer(code: str, status: int) -> tuple[type[StorageError], str]:
         return NoSpaceError, "raise the quota, prune old checkpoints, or point the run elsewhere"
     if code == "RequestTimeTooSkewed":
         return AccessError, "set this machine's clock: it is too far from the store's"
+    if status == 501 or code == "NotImplemented":
+        return StorageError, "this store lacks an operation that ckptrt needs: use another store"
     if code in _BUSY or status in (408, 409, 429) or status >= 500:
         return TransientError, "the store is busy or failing; trying again is right"
     if code in _ACCESS or status in (401, 403):
@@ -81,8 +83,6 @@ def _from_answer(code: str, status: int) -> tuple[type[StorageError], str]:
         return NotFoundError, "list what is there, or check the name"
     if code == "PreconditionFailed" or status == 412:
         return ExistsError, "choose another name; a stored object is never replaced"
-    if status == 501 or code == "NotImplemented":
-        return StorageError, "this store lacks an operation that ckptrt needs: use another store"
     return StorageError, "check the endpoint, the region and the storage options"
 
 
@@ -93,7 +93,7 @@ def _from_client(error: BaseException) -> tuple[type[StorageError] | type[UsageE
         return AccessError, "give key and secret as storage options, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     if classes.intersection(_WRONG_CALL):
         return UsageError, "check the url and the storage options"
-    if classes.intersection(_UNREACHABLE) or isinstance(error, (TimeoutError, ConnectionError)):
+    if classes.intersection(_UNREACHABLE):
         return TransientError, "check that the endpoint is up and can be reached from here"
     if isinstance(error, PermissionError):
         return AccessError, "check the credentials, and that they may read, write, list and delete there"
