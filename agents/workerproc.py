@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import io
 import json
+import operator
 import os
 import runpy
 import signal
@@ -153,11 +154,10 @@ def _record(error: Exception, at_s: float) -> None:
 
 
 def _reseed() -> None:
-    """Give this process its own NumPy seed, as a cold start does. Python reseeds `random` after a fork by itself, and
-    torch's default seed is a constant."""
-    random = sys.modules.get("numpy.random")
-    if random is not None:
-        random.seed()
+    """Give this process its own seeds, as a cold start does. Python reseeds `random` after a fork by itself."""
+    for module, reseed in (("numpy", "random.seed"), ("torch", "default_generator.seed")):
+        if module in sys.modules:
+            operator.attrgetter(reseed)(sys.modules[module])()
 
 
 def _size_thread_pools(environ: dict[str, str]) -> None:
