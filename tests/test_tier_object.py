@@ -49,17 +49,27 @@ def tier(s3_server: S3Server, run: str) -> Iterator[ObjectTier]:
     tier.close()
 
 
-@pytest.fixture
-def scripted() -> Iterator[ScriptedS3]:
+@pytest.fixture(scope="module")
+def scripted_pair() -> Iterator[tuple[ScriptedS3, ObjectTier]]:
+    """One for all tests, since making a client takes longer than using it."""
     with ScriptedS3() as server:
-        yield server
+        tier = ObjectTier("s3://b/run", **server.options)
+        yield server, tier
+        tier.close()
 
 
 @pytest.fixture
-def scripted_tier(scripted: ScriptedS3) -> Iterator[ObjectTier]:
-    tier = ObjectTier("s3://b/run", **scripted.options)
-    yield tier
-    tier.close()
+def scripted(scripted_pair: tuple[ScriptedS3, ObjectTier]) -> ScriptedS3:
+    server, _ = scripted_pair
+    server.objects.clear()
+    server.script.clear()
+    server.requests.clear()
+    return server
+
+
+@pytest.fixture
+def scripted_tier(scripted_pair: tuple[ScriptedS3, ObjectTier], scripted: ScriptedS3) -> ObjectTier:
+    return scripted_pair[1]
 
 
 @pytest.fixture
