@@ -47,6 +47,10 @@ class AgentLink:
         """Arenas of another layout are no longer needed: a snapshot in the present one is committed."""
         self.tell({"op": "release_retired"})
 
+    def committed(self, step: int) -> None:
+        """Say that a step is committed: what the supervisor counts as progress."""
+        self.tell({"op": "committed", "step": step})
+
     def phase(self, name: str, step: int) -> None:
         """Say what this worker has reached, for the account of a recovery."""
         self.tell({"op": "phase", "name": name, "at_s": time.monotonic(), "step": step})

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ckptrt import say
 from ckptrt.adapters import adapt
+from ckptrt.agentlink import AgentLink
 from ckptrt.arena import Arena
 from ckptrt.env import DIR, WorkerEnv
 from ckptrt.errors import Error, FencedError, PersistError, UsageError, from_data
@@ -30,6 +31,7 @@ OnError = Literal["warn", "raise"]
 
 _COMMIT_LINE_EVERY_S = 5.0
 _CLOSE_TIMEOUT_S = 600.0
+_PROGRESS_EVERY_S = 0.1
 
 
 def init(
@@ -105,7 +107,7 @@ class Runtime:
         self._in_flight: dict[int, tuple[SaveHandle, int, float]] = {}  # step -> handle, slot, when
         self._raise_next: Error | None = None
         self._commit_line_s = -_COMMIT_LINE_EVERY_S
-        self._first_step = True
+        self._told_s: float | None = None
         self._closed = False
         self.start_step = 0
         self.step_count = 0
@@ -150,10 +152,8 @@ class Runtime:
         if self._link is None:
             self._begin_unrestored()
         self.step_count += 1
-        if self._first_step:
-            self._first_step = False
-            if self._session.agent is not None:
-                self._session.agent.phase("first_step", self.step_count)
+        if self._session.agent is not None:
+            self._tell_progress(self._session.agent)
         faultpoint("step", rank=self.rank, step=self.step_count, incarnation=self.incarnation)
         if self._every is not None and self.step_count % self._every == 0:
             self.save()
@@ -272,6 +272,17 @@ class Runtime:
         self._begin(None)
         self._tell_start(None)
 
+    def _tell_progress(self, agent: AgentLink) -> None:
+        """Tell the agent how far this rank is: of the first step at once, then a few times a second at most."""
+        now_s = time.monotonic()
+        if self._told_s is None:
+            agent.phase("first_step", self.step_count)
+        elif now_s - self._told_s >= _PROGRESS_EVERY_S:
+            agent.phase("step", self.step_count)
+        else:
+            return
+        self._told_s = now_s
+
     def _allocate(self, size_bytes: int) -> tuple[int, bool]:
         if self._session.agent is not None:
             return self._session.agent.arena(size_bytes)
@@ -328,8 +339,10 @@ class Runtime:
         self._arena.settled(slot, step)
         self.last_committed = max(step, self.last_committed or 0)
         self.stats.committed += 1
-        if self.stats.committed == 1 and self._session.agent is not None:
-            self._session.agent.release_retired()
+        if self._session.agent is not None:
+            self._session.agent.committed(step)
+            if self.stats.committed == 1:
+                self._session.agent.release_retired()
         now_s = time.monotonic()
         if self.rank == 0 and now_s - self._commit_line_s >= _COMMIT_LINE_EVERY_S:
             self._commit_line_s = now_s
