@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckptrt.clock import FakeClock
 from ckptrt.storage.catalog import Catalog, CommitInfo
@@ -22,10 +23,10 @@ ROWS = 6
 class FakeRun:
     """A run on a tier, written the way a job writes it."""
 
-    tier: Tier
+    tier: Any  # a Tier, whose insides tests may reach into
     world_size: int = 2
     columns: int = 16
-    clock: FakeClock = field(default_factory=FakeClock)
+    clock: Any = field(default_factory=FakeClock)
 
     def __post_init__(self) -> None:
         self.catalog = Catalog(self.tier, self.clock)

@@ -6,11 +6,14 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import xxhash
 from support_runs import OWNER, FakeRun, flip_bit, make_run, overwrite
 
 from ckptrt.clock import FakeClock
@@ -138,6 +141,17 @@ def test_a_fence_of_a_newer_format_is_refused(tier):
             call()
 
 
+def test_a_newer_minor_version_may_have_more_fields(tier):
+    run = make_run(tier, [10])
+    body = re.search(rb'"body":(.*)\}\n$', tier.read(fence_name(1)))[1].replace(
+        b'{"incarnation"', b'{"new":[1],"incarnation"'
+    )
+    digest = xxhash.xxh3_64_hexdigest(b"1.7 fence " + body).encode()
+    overwrite(tier, fence_name(1), b'{"ckptrt":"1.7","kind":"fence","xxh3":"%s","body":%s}\n' % (digest, body))
+    assert not run.catalog.overview().problems
+    assert run.catalog.newest_fence().owner == OWNER
+
+
 def test_a_flipped_version_digit_is_damage_not_a_newer_format(tier):
     run = make_run(tier, [10])
     data = tier.read(fence_name(1))
@@ -183,7 +197,7 @@ HOSTILE = [
 def test_a_commit_that_points_out_of_its_own_data_folder_is_refused(tier, data):
     run = make_run(tier, [10])
     reference = ManifestRef(size_bytes=9, xxh3="0" * 32, head_bytes=9, head_xxh3="0" * 32)
-    fields = {
+    fields: dict[str, Any] = {
         "world_size": 1,
         "manifest": reference,
         "size_bytes": 0,

@@ -76,7 +76,7 @@ def test_without_fences_no_commit_is_valid():
 
 
 def test_an_unreadable_newest_fence_keeps_its_own_commits_and_what_is_older_than_they_are():
-    lineage = trace({1: None}, ids((10, 1), (20, 1), (30, 1), (20, 2), (30, 2)), unreadable=[2])
+    lineage = trace({1: None}, ids((10, 1), (20, 1), (25, 1), (35, 1), (20, 2), (30, 2)), unreadable=[2])
     assert list(lineage.commits) == ids((30, 2), (20, 2), (10, 1))
     assert "can't be read" in lineage.problems[0]
     # Without a commit of its own, nothing tells where it went on from: the older incarnation's all count.

@@ -141,7 +141,7 @@ def test_branches_go_after_the_grace_time(tier):
     run.save(40, 2)
     young = plan(run, 5, grace_s=60, in_s=30)
     assert young.is_empty
-    assert {kept.id: kept.reason for kept in young.kept}[(20, 1)] == "off the path, but younger than the grace time"
+    assert {kept.id: kept.reason for kept in young.kept}[CommitId(20, 1)] == "off the path, but younger than the grace time"
     made = plan(run, 5, grace_s=60, in_s=90)
     assert [r.id for r in made.commits] == [r.id for r in made.folders] == [(30, 1), (20, 1)]
     execute(run.catalog, made)
