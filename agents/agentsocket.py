@@ -6,8 +6,8 @@ Requests of one connection are answered in order; a connection says `hello` firs
     open_run         url, options, world_size                    -> run  incarnation, resume | error
     arena            rank, size_bytes                            -> arena  created, + one memfd
     holdings                                                     -> holdings  ranks, + one memfd each
-    release_retired                                              -> ok
     persister                                                    -> persister  path
+    release_retired                                              one-way
     phase            name, at_s, step                            one-way
     committed        step                                        one-way
 """
@@ -205,16 +205,15 @@ class AgentServer:
             return Reply(
                 message={"op": "holdings", "ranks": [rank for rank, _ in held]}, fds=tuple(fd for _, fd in held)
             )
-        if op == "release_retired":
-            self.arenas.release_retired()
-            return Reply(message={"op": "ok"})
         if op == "persister":
             return Reply(message={"op": "persister", "path": self._desk.persister_path()})
         self._note(client, op, message)
         return None
 
     def _note(self, client: _Client, op: str, message: Message) -> None:
-        if op == "committed":
+        if op == "release_retired":
+            self.arenas.release_retired()
+        elif op == "committed":
             self._desk.committed(int(message["step"]))
         elif op == "phase":
             step = message.get("step")
