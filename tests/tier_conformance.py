@@ -166,6 +166,14 @@ class TierConformance:
         self._says_where(tier, caught.value, "data/x")
         self._has_nothing(tier, "data/x")
 
+    def test_pieces_without_end_are_stopped_at_the_promised_size(self, tier: Tier) -> None:
+        asked = itertools.count()
+        endless = (memoryview(bytes(MIB)) for _ in asked)
+        with pytest.raises(UsageError):
+            tier.write("data/x", endless, 2 * MIB)
+        assert next(asked) <= 3
+        self._has_nothing(tier, "data/x")
+
     def test_an_error_of_the_callers_pieces_goes_through_and_leaves_nothing(self, tier: Tier) -> None:
         def failing() -> Iterator[memoryview]:
             yield memoryview(bytes(9 * MIB))
