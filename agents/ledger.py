@@ -159,7 +159,7 @@ class RunLedger:
         if resume is None and policy == "latest":
             raise NoCheckpointError(
                 f"{self.url} has no committed checkpoint, and --ckpt-resume=latest asks for one",
-                safe="nothing was changed",
+                safe="no checkpoint was touched",
                 hint="use --ckpt-resume=auto to start fresh when there is none",
             )
         return resume, notes
