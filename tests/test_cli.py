@@ -16,13 +16,17 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from support_runs import FakeRun, make_run, overwrite
+from support_s3 import S3Server, s3_server
 
 from ckptrt.clock import SystemClock
 from ckptrt.errors import AccessError
 from ckptrt.storage.cli import cli
 from ckptrt.storage.layout import CommitId, commit_name, data_dir
 from ckptrt.storage.records import seal
+from ckptrt.storage.tiers import open_tier
 from ckptrt.storage.tiers.local import LocalTier
+
+__all__ = ["s3_server"]
 
 CKPTRT = [sys.executable, "-m", "ckptrt.storage.cli"]
 
@@ -376,3 +380,29 @@ def test_ls_of_a_thousand_checkpoints_is_quick_and_loads_no_torch(tmp_path):
         [sys.executable, "-c", code, str(tmp_path / "big")], capture_output=True, check=True, text=True
     )
     assert loaded.stderr.split() == []
+
+
+@pytest.mark.processes
+def test_every_verb_works_on_an_object_store(s3_server: S3Server):
+    url = f"{s3_server.url}/cli/gpt"
+    tier = open_tier(url, **s3_server.options)
+    run = make_run(tier, [10, 20, 30])
+    run.fence(2, (20, 1))
+    run.zombie_save(40, 1)
+    overwrite(tier, "data/s000000010.i00000001.0a/r00000.safetensors", b"torn")
+    env = {**os.environ, **s3_server.env}
+
+    def verb(*args: str, status: int = 0) -> str:
+        done = subprocess.run([*CKPTRT, *args], capture_output=True, text=True, env=env, check=False)
+        assert (done.returncode, done.stderr) == (status, ""), done
+        return done.stdout
+
+    states = {c["step"]: c["state"] for c in json.loads(verb("ls", url, "--json"))["checkpoints"]}
+    assert states == {40: "off-path", 30: "off-path", 20: "committed", 10: "committed"}
+    assert "gpt" in verb("ls", f"{s3_server.url}/cli")
+    assert "gpt @ step 20" in verb("show", f"{url}@latest")
+    assert "it has 4 bytes instead of" in verb("verify", url, status=4)
+    assert "removed    3 commits and 3 data folders" in verb("prune", url, "--keep-last", "1", "--grace", "0", "--yes")
+    assert len(tier.list("data/")) == len(tier.list("commits/")) == 1
+    assert "ok" in verb("verify", url, "--read-data")
+    tier.close()
