@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckptrt.clock import Clock, SystemClock
-from ckptrt.errors import Error, FencedError, NotFoundError, PersistError, StorageError
+from ckptrt.errors import Error, NotFoundError, PersistError, StorageError
 from ckptrt.faultpoints import faultpoint
 from ckptrt.storage import layout
 from ckptrt.storage.catalog import Catalog
@@ -245,10 +245,10 @@ class RunWriter:
         if not steps or now_s - self._fence_checked_s < _FENCE_CHECK_S:
             return
         self._fence_checked_s = now_s
-        newest = self.catalog.newest_fence()
-        if newest is not None and newest.incarnation > self.attempt.incarnation:
+        newest = self.catalog.newest_incarnation()
+        if newest > self.attempt.incarnation:
             for step in steps:
-                self._finish(step, fenced(self.attempt.url, step, self.attempt.incarnation, newest.incarnation))
+                self._finish(step, self.catalog.fenced_error(self.attempt.incarnation, newest))
 
     def _drop_orphans(self) -> None:
         """Give up steps that can't be completed: every rank of this node is gone and some receipt will never come."""
@@ -268,11 +268,3 @@ class RunWriter:
         for step in orphans:
             _log.info("run %s: step %d is given up, its ranks are gone", self.attempt.url, step)
 
-
-def fenced(url: str, step: int, incarnation: int, newer: int) -> FencedError:
-    """The error of a writer that was overtaken."""
-    return FencedError(
-        f"run {url}: incarnation {newer} has taken over from incarnation {incarnation}, step {step} can't be committed",
-        safe="all that was committed before is untouched",
-        hint="stop this job: another one owns the run now",
-    )
