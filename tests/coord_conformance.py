@@ -7,6 +7,7 @@ that makes the store forget the revisions before a given one.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,8 +24,9 @@ Connect = Callable[[], CoordStore]
 def collect(watch: Watch, count: int, timeout_s: float = 10.0) -> list[WatchEvent]:
     """The next events, at least count of them, or the test fails."""
     events: list[WatchEvent] = []
-    for _ in range(100):
-        events += watch.poll(timeout_s / 10)
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        events += watch.poll(deadline_s - time.monotonic())
         if len(events) >= count:
             return events
     raise AssertionError(f"{len(events)} events of {count}: {events}")

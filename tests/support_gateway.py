@@ -108,5 +108,5 @@ def close_unheard(exchange: Exchange, _: Json) -> None:
 
 def hang(exchange: Exchange, _: Json) -> None:
     """Take the request and say nothing until the end of the test."""
-    exchange.server.released.wait(30)
+    exchange.server.released.wait(300)
     exchange.close_connection = True

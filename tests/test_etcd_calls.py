@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from coord_conformance import collect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_etcd import wait_until
@@ -308,11 +309,8 @@ def put_event(value: str, revision: int) -> Json:
 
 
 def poll_for(store: CoordStore, start_revision: int, count: int) -> list[WatchEvent]:
-    events: list[WatchEvent] = []
     with store.watch("/k", start_revision) as watch:
-        while len(events) < count:
-            events += watch.poll(10.0)
-    return events
+        return collect(watch, count)
 
 
 def start_revisions(node: ScriptedGateway) -> list[int]:
@@ -370,6 +368,21 @@ def test_events_before_a_refusal_are_delivered_before_it() -> None:
                 watch.poll(10.0)
         assert caught.value.compact_revision == 9
         assert len(node.requests) == 1
+        store.close()
+
+
+def test_what_was_left_of_a_broken_stream_is_not_taken_for_the_next_ones() -> None:
+    cancel = line(canceled=True, cancel_reason="etcdserver: no leader")
+    streams = [line(created=True) + cancel + cancel, line(created=True) + line(events=[put_event("a", 3)])]
+
+    def script(exchange: Exchange, _: Json) -> None:
+        exchange.start_chunks()
+        exchange.chunk(streams.pop(0))
+
+    with scripted(script) as node:
+        store = EtcdCoordStore(node.endpoint)
+        assert [event.value for event in poll_for(store, 3, 1)] == ["a"]
+        assert start_revisions(node) == [3, 3]
         store.close()
 
 
