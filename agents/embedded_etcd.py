@@ -130,6 +130,7 @@ class EmbeddedEtcd:
         self._process: subprocess.Popen[bytes] | None = None
         self._changing = threading.Lock()
         self._spawner: ThreadPoolExecutor | None = None
+        self._owner_pid = os.getpid()
 
     @property
     def endpoint(self) -> str:
@@ -168,7 +169,9 @@ class EmbeddedEtcd:
             return True
 
     def stop(self) -> None:
-        """Kill the node and remove its data. Does nothing when it isn't running."""
+        """Kill the node and remove its data. Does nothing when it isn't running, or in a forked child of its owner."""
+        if os.getpid() != self._owner_pid:
+            return  # a child that exits runs its parent's exit handlers, and this is one
         with self._changing:
             self._clean_up()
 

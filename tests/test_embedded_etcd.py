@@ -233,3 +233,26 @@ def test_it_dies_with_its_owner_and_the_next_one_sweeps(node: EmbeddedEtcd, home
         assert directory.exists()
         node.start()
     assert not directory.exists()
+
+
+@pytest.mark.processes
+def test_a_forked_child_that_exits_leaves_it_alone(node: EmbeddedEtcd, home: Path) -> None:
+    program = f"""
+        import os, sys, tempfile
+        from ckptrt.agents.embedded_etcd import EmbeddedEtcd, EtcdServer
+        tempfile.tempdir = {str(home)!r}
+        node = EmbeddedEtcd(EtcdServer(path={node.server.path!r}, version=(3, 4, 23)))
+        node.start()
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)  # with all exit handlers
+        assert os.waitpid(child, 0)[1] == 0
+        assert node.ensure_running() is False
+        assert len(os.listdir(tempfile.tempdir)) == 1
+    """
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert list(home.iterdir()) == []
