@@ -197,3 +197,12 @@ def test_a_delay_passes_by_the_clock_that_was_given() -> None:
     faulty.create("y", b"1")
     assert clock.monotonic_s() == 30.0
     assert faulty.read_many(["x", "y"]).keys() == {"x", "y"}
+
+
+def test_a_lost_answer_comes_after_the_call_was_made() -> None:
+    _, faulty, memory = make(Fault(method="create", after=True), Fault(method="write"))
+    with pytest.raises(TransientError):
+        faulty.create("made", b"1")
+    with pytest.raises(TransientError):
+        faulty.write("not made", [memoryview(b"1")], 1)
+    assert memory.read_many(["made", "not made"]) == {"made": b"1"}
