@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -9,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptrt.errors import NoSpaceError
+from ckptrt.errors import CorruptError, NoSpaceError
 from ckptrt.storage.shardfile import PAGE_BYTES
 from ckptrt.storage.slots import ArenaView, arena_bytes, format_arena, pages
 
@@ -28,6 +29,7 @@ class _Slot:
     step: int = -1
     incarnation: int = -1
     in_flight: bool = False  # handed to the persister, not committed and not failed
+    turn: int = 0  # which of two snapshots of one step is the later one
 
     @property
     def holds(self) -> bool:
@@ -48,6 +50,7 @@ class Arena:
         self._lock = threading.Lock()
         self._slots: list[_Slot] = []
         self._keep: tuple[int, int] | None = None
+        self._turn = 0
         self.view: ArenaView | None = None
         self.fd = -1
 
@@ -63,20 +66,25 @@ class Arena:
         slot_bytes = PAGE_BYTES + -(-(needed + _SLACK_BYTES) // _ROUND_BYTES) * _ROUND_BYTES
         size_bytes = arena_bytes(SLOTS, slot_bytes)
         fd, is_new = self._allocate(size_bytes)
-        if is_new:
-            self._warm(fd, size_bytes, slot_bytes)
+        try:
+            view = self._map(fd, size_bytes, slot_bytes, is_new)
+        except BaseException:
+            os.close(fd)
+            raise
         with self._lock:
-            # An outgrown arena stays mapped until its views are collected: the persister may still read it.
-            self.view, self.fd = ArenaView(fd), fd
+            # An outgrown arena stays mapped until its views are collected, and the persister maps what it still reads.
+            outgrown, self.view, self.fd = self.fd, view, fd
             self._slots = [self._adopt(slot) for slot in range(SLOTS)]
+        if outgrown >= 0:
+            os.close(outgrown)
         return True
 
     def lease(self) -> int | None:
         """A slot to fill, emptied; None if every one is needed."""
         with self._lock:
-            newest = max((slot.incarnation, slot.step) for slot in self._slots)
+            newest = max(self._slots, key=lambda slot: (slot.incarnation, slot.step, slot.turn))
             for index, slot in enumerate(self._slots):
-                if not slot.in_flight and (not slot.holds or (slot.incarnation, slot.step) != newest):
+                if not slot.in_flight and (not slot.holds or slot is not newest):
                     assert self.view is not None
                     self.view.unseal(index)
                     self._slots[index] = _Slot()
@@ -84,14 +92,31 @@ class Arena:
             return None
 
     def sealed(self, index: int, step: int, incarnation: int) -> None:
+        """The slot that was leased holds a snapshot now, and is handed to the persister."""
         with self._lock:
-            self._slots[index] = _Slot(step=step, incarnation=incarnation, in_flight=True)
+            self._turn += 1
+            self._slots[index] = _Slot(step=step, incarnation=incarnation, in_flight=True, turn=self._turn)
 
     def settled(self, index: int, step: int) -> None:
         """The snapshot of `step` is committed or given up; the slot goes on holding it until it is needed."""
         with self._lock:
             if self._slots[index].step == step:
                 self._slots[index].in_flight = False
+
+    def close(self) -> None:
+        """Let go of the memory; it is freed once nobody else maps it."""
+        with self._lock:
+            fd, self.fd, self.view = self.fd, -1, None
+        if fd >= 0:
+            os.close(fd)
+
+    def _map(self, fd: int, size_bytes: int, slot_bytes: int, is_new: bool) -> ArenaView:
+        if not is_new:
+            # Whoever had this memory before may have been killed while it was making the arena.
+            with contextlib.suppress(CorruptError):
+                return ArenaView(fd)
+        self._warm(fd, size_bytes, slot_bytes)
+        return ArenaView(fd)
 
     def _adopt(self, index: int) -> _Slot:
         """What a slot holds from before: kept if the job went on from it, else emptied."""
@@ -107,7 +132,6 @@ class Arena:
         try:
             os.posix_fallocate(fd, 0, size_bytes)
         except OSError as error:
-            os.close(fd)
             raise NoSpaceError(
                 f"rank {self._rank}: no {size_bytes >> 20} MiB of shared memory for snapshots ({error.strerror})",
                 safe="training and what is committed are untouched; nothing can be saved",

@@ -27,7 +27,7 @@ from ckptrt.storage.layout import CommitId
 from ckptrt.storage.records import TensorRecord
 from ckptrt.storage.shardfile import item_bytes
 
-__all__ = ["Restored", "restore_newest"]
+__all__ = ["Restored", "read_all", "restore_newest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +99,18 @@ def _tell_fallback(ranks: RankGroup, candidate: Candidate, errors: Sequence[tupl
 
 def _load(session: Session, adapters: Sequence[Adapter], candidate: Candidate) -> tuple[Source, list[Loading]]:
     source = _open(session, candidate)
-    rank = session.ranks.rank
+    return source, read_all(source, session.ranks.rank, adapters)
+
+
+def read_all(source: Source, rank: int, adapters: Sequence[Adapter]) -> list[Loading]:
+    """Plan what `rank` needs of a checkpoint, read and verify it; what is left to do is to apply each loading."""
     parts = source.parts()
     mine = parts[rank % source.world_size]
     saved = _components(source, parts, mine, adapters)
     loadings = [adapter.prepare(saved[adapter.name]) for adapter in adapters]
     wants = [want for loading in loadings for want in loading.wants]
     _fill(source, parts, mine, wants)
-    return source, loadings
+    return loadings
 
 
 def _open(session: Session, candidate: Candidate) -> Source:

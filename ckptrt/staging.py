@@ -45,6 +45,10 @@ class Stager(Protocol):
 
     def stage(self, adapters: Sequence[Adapter], arena: Arena, step: int, incarnation: int) -> Staged | None: ...
 
+    def release(self) -> None:
+        """Forget all that is kept between saves, and with it the arena's memory."""
+        ...
+
 
 @dataclass(slots=True)
 class _Kept:
@@ -88,6 +92,9 @@ class CopyStager:
         )
         arena.sealed(slot, step, incarnation)
         return Staged(slot=slot, size_bytes=layout.size_bytes)
+
+    def release(self) -> None:
+        self._kept = None
 
     def _plan(self, items: Sequence[TensorItem]) -> _Kept:
         signature = tuple((i.key, i.shape, i.region, i.tensor.dtype, i.holders) for i in items)

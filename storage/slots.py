@@ -77,7 +77,7 @@ def format_arena(mapping: mmap.mmap, rank: int, slots: int, slot_bytes: int) -> 
     head = _ARENA.pack(_ARENA_MAGIC, _VERSION, rank, slots, 0, slot_bytes)
     for slot in range(slots):
         start = PAGE_BYTES + slot * slot_bytes
-        mapping[start : start + 8] = bytes(8)
+        mapping[start : start + _SLOT.size + _DIGEST.size] = bytes(_SLOT.size + _DIGEST.size)
     mapping[: len(head) + 8] = head + _DIGEST.pack(xxhash.xxh3_64_intdigest(head))
 
 
@@ -139,7 +139,8 @@ class ArenaView:
     def unseal(self, slot: int) -> None:
         """Give up the slot's content; must precede any write to its image."""
         start = self._start(slot)
-        self._view[start : start + 8] = bytes(8)
+        # All of it: had the old digest stayed, the first bytes of a new seal would make the old header valid again.
+        self._view[start : start + _SLOT.size + _DIGEST.size] = bytes(_SLOT.size + _DIGEST.size)
 
     def seal(self, slot: int, *, world_size: int, step: int, incarnation: int, image_bytes: int, meta: bytes) -> None:
         """Make the slot's content a snapshot. All of the image must have been written before."""
