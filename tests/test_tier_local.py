@@ -485,7 +485,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"this machine lets nobody mount a tmpfs: {mounted.stderr.decode().strip()}")
     yield path
-    subprocess.run(["umount", str(path)], check=True)
+    unmounted = subprocess.run(["umount", str(path)], check=False, capture_output=True)
+    if unmounted.returncode:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+        pytest.fail(f"a file there was left open: {unmounted.stderr.decode().strip()}")
 
 
 @pytest.mark.parametrize(
