@@ -43,7 +43,7 @@ def capture(argv: list[str]) -> dict[str, Any]:
         seen["envs"] = {str(rank): {**os.environ, **environ} for rank, environ in facts["envs"].items()}
         return _Done(len(facts["envs"]))
 
-    agent_module.start_processes = start_processes
+    agent_module.start_processes = start_processes  # type: ignore[assignment]
     run.main(argv)
     return seen
 

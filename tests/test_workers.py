@@ -268,14 +268,20 @@ class TestZygoteWorkers(RealWorkers):
         assert (ended[0].code, ended[0].by_us) == (-signal.SIGKILL, False)
         until(lambda: not alive(child), "a killed worker's child lives on")
 
-    def test_a_frozen_worker_can_be_stopped(self, group: ZygoteWorkers, specs: Specs) -> None:
-        workers = specs("wait")
+    def test_a_frozen_worker_gets_to_run_its_handler(self, group: ZygoteWorkers, specs: Specs) -> None:
+        program = (
+            "import signal, sys, time\n"
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+            "print('up', flush=True)\n"
+            "time.sleep(60)\n"
+        )
+        workers = specs(program)
         group.start(workers)
         events = collect(group, lambda events: len(started(events)) == 1)
         self.wait_up(workers)
         os.kill(started(events)[0], signal.SIGSTOP)
-        group.stop(60.0)
-        assert exits(collect(group, lambda events: len(exits(events)) == 1))[0].code == -signal.SIGTERM
+        group.stop(20.0)
+        assert exits(collect(group, lambda events: len(exits(events)) == 1))[0].code == 5
 
 
 @pytest.mark.processes
