@@ -32,6 +32,7 @@ _POLL_MAX_S = 1.0
 # A step whose ranks are all gone from here can still be finished by what other nodes wrote; not for ever.
 _ORPHAN_TIMEOUT_S = 30.0
 _FENCE_CHECK_S = 5.0
+_FAILED_MAX = 16  # failed steps that are remembered for ranks that are late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,14 @@ class Notice:
 @dataclass(slots=True)
 class _Pending:
     receipts: dict[int, bytes] = field(default_factory=dict)
+    ranks: set[int] = field(default_factory=set)  # local ranks that have handed it over
     since_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Failed:
+    error: Error
+    told: set[int]  # local ranks that know
 
 
 class RunWriter:
@@ -86,6 +94,7 @@ class RunWriter:
         self._ranks: dict[int, int] = {}  # rank -> pid of the local ranks seen in this attempt, gone ones too
         self._live: set[int] = set()
         self._pending: dict[int, _Pending] = {}
+        self._failed: dict[int, _Failed] = {}
         self._changed = threading.Condition()
         self._poll_s = _POLL_FIRST_S
         self._fence_checked_s = self._clock.monotonic_s()
@@ -105,24 +114,40 @@ class RunWriter:
                 self._live.discard(rank)
             self._changed.notify()
 
-    def expect(self, step: int) -> None:
-        """A rank has handed over a snapshot of this step."""
+    def expect(self, step: int, rank: int) -> bool:
+        """A rank has handed over a snapshot of this step. False if the step has failed meanwhile, which it is told."""
         with self._changed:
-            self._pending.setdefault(step, _Pending(since_s=self._clock.monotonic_s()))
+            failed = self._failed.get(step)
+            late = failed is not None and rank not in failed.told
+            if failed is not None and late:
+                failed.told.add(rank)
+            else:
+                self._failed.pop(step, None)  # who knows that it failed, and comes again, begins anew
+                pending = self._pending.setdefault(step, _Pending(since_s=self._clock.monotonic_s()))
+                pending.ranks.add(rank)
             self._poll_s = _POLL_FIRST_S
             self._changed.notify()
+        if failed is not None and late:
+            self._notify(Notice(step=step, error=failed.error))
+        return not late
 
     def add(self, step: int, rank: int, receipt: bytes) -> None:
         """A local rank's shard file is durable."""
         with self._changed:
-            self._pending.setdefault(step, _Pending(since_s=self._clock.monotonic_s())).receipts[rank] = receipt
+            pending = self._pending.get(step)
+            if pending is not None:  # else the step has failed or been overtaken, and everybody knows
+                pending.receipts[rank] = receipt
             self._poll_s = _POLL_FIRST_S
             self._changed.notify()
 
-    def fail(self, step: int, error: Error) -> None:
+    def fail(self, step: int, rank: int, error: Error) -> None:
         """A local rank could not write: the step can't be committed, its other ranks are told at once."""
         with self._changed:
             known = self._pending.pop(step, None)
+            if known is not None:
+                self._failed[step] = _Failed(error, known.ranks | {rank})
+                for old in sorted(self._failed)[:-_FAILED_MAX]:
+                    del self._failed[old]
         if known is not None:
             self._notify(Notice(step=step, error=error))
 
@@ -157,6 +182,7 @@ class RunWriter:
                 _log.warning(
                     "run %s: waiting for the storage to commit steps %s: %s", self.attempt.url, steps, error.what
                 )
+                self._clock.sleep_s(_POLL_MAX_S)
             self._drop_orphans()
 
     def _ready(self) -> bool:
@@ -267,4 +293,3 @@ class RunWriter:
                 del self._pending[step]
         for step in orphans:
             _log.info("run %s: step %d is given up, its ranks are gone", self.attempt.url, step)
-

@@ -4,7 +4,8 @@
 
 Ranks connect to the socket, say `hello`, and `submit` sealed slots, each with the descriptor of its arena. From then
 on the rank may die: the slot is written, and committed if all other ranks' are. When the control descriptor reaches
-its end (whoever started this process is gone or done) it finishes what it was given and exits.
+its end or has something to read (whoever started this process is gone or done) it finishes what it was given, removes
+its socket, and exits.
 
     hello   url options incarnation world_size nonce made_by keep rank pid  ->  ready | error
     submit  step slot again, + arena                                        ->  persisted, committed | failed
@@ -151,7 +152,8 @@ class _Client:
         self._channel = channel
         self._sending = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._arenas: dict[int, ArenaView] = {}  # by inode: mapping an arena anew would touch all its pages again
+        # The last one, by inode: mapping an arena anew would touch all its pages again. Jobs hold outgrown ones.
+        self._arena: tuple[int, ArenaView] | None = None
         self.rank = -1
         self.pid = 0
 
@@ -180,9 +182,7 @@ class _Client:
         work.start()
         try:
             while (received := self._channel.receive()) is not None:
-                job = self._job(*received)
-                writer.expect(job.step)
-                self._jobs.put(job)
+                self._take(writer, *received)
         finally:
             self._jobs.put(None)
             work.join()
@@ -201,16 +201,27 @@ class _Client:
         )
         return attempt, dict(message["options"])
 
-    def _job(self, message: wire.Message, fds: tuple[int, ...]) -> _Job:
+    def _take(self, writer: RunWriter, message: wire.Message, fds: tuple[int, ...]) -> None:
+        """Queue what a rank hands over."""
         try:
-            inode = os.fstat(fds[0]).st_ino
-            if inode not in self._arenas:
-                self._arenas[inode] = ArenaView(fds[0])
+            step, slot, again = int(message["step"]), int(message["slot"]), bool(message["again"])
+            if not writer.expect(step, self.rank):
+                return
+            try:
+                self._jobs.put(_Job(step=step, slot=slot, again=again, arena=self._map(fds)))
+            except (CorruptError, OSError, ValueError) as error:
+                writer.fail(step, self.rank, PersistError(f"rank {self.rank}: its memory can't be read: {error}"))
         finally:
             for fd in fds:
                 os.close(fd)
-        step, slot, again = int(message["step"]), int(message["slot"]), bool(message["again"])
-        return _Job(step=step, slot=slot, again=again, arena=self._arenas[inode])
+
+    def _map(self, fds: tuple[int, ...]) -> ArenaView:
+        if len(fds) != 1:
+            raise ValueError(f"{len(fds)} descriptors came with the slot")
+        inode = os.fstat(fds[0]).st_ino
+        if self._arena is None or self._arena[0] != inode:
+            self._arena = inode, ArenaView(fds[0])
+        return self._arena[1]
 
     def _work(self, writer: RunWriter) -> None:
         while (job := self._jobs.get()) is not None:
@@ -220,7 +231,7 @@ class _Client:
             except Exception as cause:  # noqa: BLE001 whatever it was, the rank must hear of it and training go on
                 error = cause if isinstance(cause, Error) else PersistError(f"rank {self.rank}: {cause!r}")
                 _log.warning("step %d, rank %d could not be written: %s", job.step, self.rank, error.what)
-                writer.fail(job.step, error)
+                writer.fail(job.step, self.rank, error)
                 continue
             took_s = time.monotonic() - started_s
             self.send({"op": "persisted", "step": job.step, "size_bytes": size_bytes, "took_s": took_s})
@@ -259,6 +270,7 @@ class Persister:
     """Accepts ranks and keeps one `RunWriter` for each attempt that they belong to."""
 
     def __init__(self, socket_path: str) -> None:
+        self._path = socket_path
         self._listener = wire.listen(socket_path)
         self._lock = threading.Lock()
         self._writers: dict[tuple[str, int], RunWriter] = {}
@@ -280,6 +292,10 @@ class Persister:
     def stop(self) -> None:
         """Take no more ranks, finish what is queued, commit what can be, and return."""
         self._listener.close()
+        # Whoever made the folder may have been killed: it goes too unless something else is in it.
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+            os.rmdir(os.path.dirname(self._path))
         for thread in self._threads:
             thread.join()
         for writer in list(self._writers.values()):
@@ -330,7 +346,7 @@ class Persister:
 
 
 def main() -> None:
-    """Serve until the control descriptor ends."""
+    """Serve until the control descriptor ends or says something."""
     parser = argparse.ArgumentParser(prog="ckptrt-persister")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--control-fd", type=int, required=True)
@@ -342,8 +358,7 @@ def main() -> None:
     os.nice(5)
     persister = Persister(args.socket)
     threading.Thread(target=persister.serve, daemon=True).start()
-    while os.read(args.control_fd, 4096):
-        pass
+    os.read(args.control_fd, 1)
     persister.stop()
 
 

@@ -23,6 +23,7 @@ from ckptrt.errors import (
     StorageError,
     TransientError,
 )
+from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.tiers import object as object_module
 from ckptrt.storage.tiers import open_tier
 from ckptrt.storage.tiers.object import ObjectTier
@@ -398,3 +399,10 @@ def test_options_come_from_fsspecs_configuration(
     fs = tier._client._connect()
     assert fs.config_kwargs["read_timeout"] == 7 and fs.config_kwargs["connect_timeout"] == 3
     tier.close()
+
+
+def test_a_new_run_on_a_store_that_overwrites_is_refused_before_anything_is_written(scripted_tier: ObjectTier) -> None:
+    with pytest.raises(StorageError, match="If-None-Match"):
+        Catalog(scripted_tier).create_run()
+    with pytest.raises(NotFoundError):
+        scripted_tier.size("run.json")

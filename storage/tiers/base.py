@@ -77,4 +77,11 @@ class Tier(Protocol):
         """Remove everything below a prefix that ends in a slash, and the folder; may be repeated after a crash."""
         ...
 
+    def probe(self) -> None:
+        """Prove that this place keeps the contract of `create`, where that is in doubt: StorageError if it doesn't.
+
+        For a run's first opening; where the operating system guarantees it, nothing is done.
+        """
+        ...
+
     def close(self) -> None: ...

@@ -88,6 +88,9 @@ class FaultyTier:
     def delete_prefix(self, prefix: str) -> None:
         self._call("delete_prefix", [prefix], lambda: self.tier.delete_prefix(prefix))
 
+    def probe(self) -> None:
+        self._call("probe", [], self.tier.probe)
+
     def close(self) -> None:
         self.tier.close()
 

@@ -306,6 +306,9 @@ class LocalTier:
                 hint="delete it there by hand if it may go",
             )
 
+    def probe(self) -> None:
+        """Nothing to prove."""
+
     def close(self) -> None:
         """Nothing is held open between calls."""
 

@@ -87,6 +87,9 @@ class MemoryTier:
             for key in [key for key in self._bucket.objects if key.startswith(base)]:
                 del self._bucket.objects[key]
 
+    def probe(self) -> None:
+        """Nothing to prove."""
+
     def close(self) -> None:
         """Keep the objects: another tier of this process may have the same bucket."""
 

@@ -89,6 +89,9 @@ class ReadOnlyTier:
     def delete_prefix(self, prefix: str) -> None:
         self._refuse("deleted from")
 
+    def probe(self) -> None:
+        """Nothing to prove."""
+
     def close(self) -> None:
         """The file system is fsspec's to close."""
 

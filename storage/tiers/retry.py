@@ -83,6 +83,9 @@ class RetryTier:
     def delete_prefix(self, prefix: str) -> None:
         self._retry("delete_prefix", prefix, lambda: self.tier.delete_prefix(prefix))
 
+    def probe(self) -> None:
+        self._retry("probe", "", self.tier.probe)
+
     def close(self) -> None:
         self.tier.close()
 
