@@ -28,7 +28,7 @@ Allocate = Callable[[int], tuple[int, bool]]
 class _Slot:
     step: int = -1
     incarnation: int = -1
-    in_flight: bool = False  # handed to the persister, not committed and not failed
+    in_flight: bool = False  # handed to the persister, which has neither written it nor failed
     turn: int = 0  # which of two snapshots of one step is the later one
 
     @property
@@ -98,7 +98,7 @@ class Arena:
             self._slots[index] = _Slot(step=step, incarnation=incarnation, in_flight=True, turn=self._turn)
 
     def settled(self, index: int, step: int) -> None:
-        """The snapshot of `step` is committed or given up; the slot goes on holding it until it is needed."""
+        """The snapshot of `step` is on disk or given up; the slot goes on holding it until it is needed."""
         with self._lock:
             if self._slots[index].step == step:
                 self._slots[index].in_flight = False

@@ -25,7 +25,7 @@ _RETRY_S = 0.02
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Submitted:
     slot: int
-    fd: int
+    fd: int  # our own
 
 
 class OwnPersister:
@@ -61,6 +61,9 @@ class OwnPersister:
     def close(self) -> None:
         """Let it finish and end."""
         if self._control >= 0:
+            # A word, not just the end of the pipe: a child that the program has forked may hold the pipe open.
+            with contextlib.suppress(OSError):
+                os.write(self._control, b".")
             os.close(self._control)
             self._control = -1
         if self._process is not None:
@@ -73,7 +76,8 @@ class PersisterLink:
 
     path: the persister's socket. hello: what to greet it with. revive: called before every attempt to connect.
     notice(message) is called from the link's thread for each `persisted`, `committed`, `failed` and `warning`.
-    Slots that were handed over and not settled are handed over again to a persister that took a dead one's place.
+    Slots that were handed over and not settled are handed over again to a persister that took a dead one's place. If
+    none can be had, what was handed over has failed, and the next slot is the occasion to try again.
     """
 
     def __init__(
@@ -91,16 +95,19 @@ class PersisterLink:
         self._channel: wire.Channel | None = None
         self._submitted: dict[int, _Submitted] = {}
         self._closing = False
+        self._handed_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ckptrt-persister-link", daemon=True)
         self._thread.start()
 
     def submit(self, step: int, slot: int, fd: int) -> None:
-        """Hand over a sealed slot of the arena behind `fd` (which stays the caller's, open until it is settled)."""
+        """Hand over a sealed slot of the arena behind `fd`, which stays the caller's."""
         with self._lock:
-            self._submitted[step] = _Submitted(slot=slot, fd=fd)
+            self._settle(step)
+            self._submitted[step] = _Submitted(slot=slot, fd=os.dup(fd))
             if self._channel is not None:
                 with contextlib.suppress(OSError):  # a dead persister is noticed by the thread, which hands over again
                     self._channel.send({"op": "submit", "step": step, "slot": slot, "again": False}, (fd,))
+            self._handed_over.set()
 
     def close(self) -> None:
         """Hang up. What was handed over is still written."""
@@ -110,13 +117,18 @@ class PersisterLink:
                 # Only the thread closes the channel, but a shutdown wakes it up.
                 with contextlib.suppress(OSError):
                     self._channel.sock.shutdown(2)
+            self._handed_over.set()
         self._thread.join()
+        with self._lock:
+            for step in list(self._submitted):
+                self._settle(step)
 
     # --- the link's thread
 
     def _run(self) -> None:
         again = False
         while not self._closing:
+            self._handed_over.clear()
             try:
                 channel = self._connect()
                 if channel is None:
@@ -127,7 +139,7 @@ class PersisterLink:
                 pass  # the persister died: the next turn connects to its successor
             except Error as error:
                 self._fail_all(error)
-                return
+                self._handed_over.wait()
             finally:
                 with self._lock:
                     if self._channel is not None:
@@ -139,17 +151,11 @@ class PersisterLink:
         """A greeted channel; None if the link is being closed. PersistError if no persister comes up."""
         deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
         while not self._closing:
-            self._revive()
             with contextlib.suppress(OSError):
-                channel = wire.connect(self._path)
-                channel.send(self._hello)
-                received = channel.receive()
-                if received is not None:
-                    if received[0]["op"] == "error":
-                        channel.close()
-                        raise from_data(received[0])
+                self._revive()
+                channel = self._greet()
+                if channel is not None:
                     return channel
-                channel.close()
             if time.monotonic() > deadline_s:
                 raise PersistError(
                     f"rank {self._hello['rank']}: no persister answers at {self._path}",
@@ -158,6 +164,21 @@ class PersisterLink:
                 )
             time.sleep(_RETRY_S)
         return None
+
+    def _greet(self) -> wire.Channel | None:
+        """A channel to a persister that takes this rank; None if it hung up. Raises the error that it answers."""
+        channel = wire.connect(self._path)
+        taken = False
+        try:
+            channel.send(self._hello)
+            received = channel.receive()
+            taken = received is not None and received[0]["op"] == "ready"
+        finally:
+            if not taken:
+                channel.close()
+        if received is not None and not taken:
+            raise from_data(received[0])
+        return channel if taken else None
 
     def _hand_over(self, channel: wire.Channel, again: bool) -> None:
         with self._lock:
@@ -170,13 +191,19 @@ class PersisterLink:
             message = received[0]
             if message["op"] in ("committed", "failed"):
                 with self._lock:
-                    self._submitted.pop(int(message["step"]), None)
+                    self._settle(int(message["step"]))
             self._notice(message)
 
     def _fail_all(self, error: Error) -> None:
         with self._lock:
             steps = sorted(self._submitted)
-            self._submitted.clear()
+            for step in steps:
+                self._settle(step)
         for step in steps:
             self._notice({"op": "failed", "step": step, **error.data()})
         self._notice({"op": "lost", **error.data()})
+
+    def _settle(self, step: int) -> None:
+        job = self._submitted.pop(step, None)
+        if job is not None:
+            os.close(job.fd)

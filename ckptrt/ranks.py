@@ -5,6 +5,7 @@ Only the foreground uses this (ckptrt.init and restore); a rank that dies here i
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +16,7 @@ from ckptrt.errors import Error, UsageError, from_data
 __all__ = ["LoneRank", "RankGroup", "StoreRanks", "find_ranks"]
 
 _TIMEOUT_S = 1800.0
+_groups = itertools.count()
 
 
 class RankGroup(Protocol):
@@ -46,12 +48,13 @@ class LoneRank:
 
 
 class StoreRanks:
-    """Ranks that meet in torch.distributed's default store."""
+    """Ranks that meet in a torch.distributed store, under keys that start with `name`, which no other group has."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, name: str = "ckptrt") -> None:
         self.rank = rank
         self.world_size = world_size
         self._store = store
+        self._name = name
         self._turn = 0
         self._timeout = timedelta(seconds=_TIMEOUT_S)
 
@@ -87,7 +90,7 @@ class StoreRanks:
 
     def _next_key(self) -> str:
         self._turn += 1
-        return f"ckptrt/{self._turn}"
+        return f"{self._name}/{self._turn}"
 
     def _read(self, key: str) -> Any:
         self._store.wait([key], self._timeout)
@@ -105,7 +108,8 @@ def find_ranks(rank: int, world_size: int) -> RankGroup:
         if dist.get_world_size() == 1:
             return LoneRank()
         store = dist.distributed_c10d._get_default_store()
-        return StoreRanks(store, dist.get_rank(), dist.get_world_size())
+        # A program may make one runtime after another, always on all ranks: the later one must not read old words.
+        return StoreRanks(store, dist.get_rank(), dist.get_world_size(), f"ckptrt/{next(_groups)}")
     if world_size > 1:
         raise UsageError(
             f"this is rank {rank} of {world_size}, but torch.distributed has no process group yet",

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import TimeoutError as FutureTimeoutError  # Python 3.10 has a class of its own
 from types import TracebackType
 from typing import Any, Literal
 
@@ -163,7 +164,8 @@ class Runtime:
         """Take a snapshot of the present state and have it written in the background.
 
         Every rank calls it at the same step. Returns at once with a handle; if no slot is free, the save is skipped,
-        counted, and the handle has the error. A second call at the same step returns the first one's handle.
+        counted, and the handle has the error. A second call at the same step returns the first one's handle, unless
+        that save has failed.
         """
         self._check_open()
         if self._link is None:
@@ -175,7 +177,9 @@ class Runtime:
         started_s = time.monotonic()
         try:
             staged = self._stager.stage(self._adapters, self._arena, step, self.incarnation)
-        except Error as error:
+        except Exception as cause:  # noqa: BLE001 the user's own state_dict() may raise anything; training goes on
+            error = cause if isinstance(cause, Error) else PersistError(f"the state can't be captured: {cause!r}")
+            error.__cause__ = cause if error is not cause else None
             handle.staged.set_exception(error)
             self._failed(handle, error)
             return handle
@@ -202,18 +206,25 @@ class Runtime:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             handles = [handle for handle, _, _ in self._in_flight.values()]
+        failed: BaseException | None = None
         for handle in handles:
             left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
             try:
-                handle.committed.result(left_s)
-            except TimeoutError:
+                failed = failed or handle.committed.exception(left_s)
+            except FutureTimeoutError:
                 raise PersistError(
                     f"step {handle.step} of run {self._session.url} isn't committed after {timeout_s:g} s",
                     safe=self._safe(),
                 ) from None
+        if failed is not None:
+            raise failed
 
     def close(self) -> None:
-        """Wait for saves under way, then let go of the run. A save that fails now is told like any other."""
+        """Wait for saves under way, then let go of the run and of the memory.
+
+        A save that fails now is told like any other; with on_error="raise", the error of one that failed since the
+        last step() is raised once everything is closed, and FencedError in any case.
+        """
         if self._closed:
             return
         try:
@@ -221,11 +232,23 @@ class Runtime:
         except Error as error:
             if not self.stats.last_error:
                 say.block("warn", str(error))
-        self._closed = True
+        finally:
+            self._closed = True
+            self._release()
+        self._raise_pending()
+
+    def _release(self) -> None:
         if self._link is not None:
             self._link.close()
+        with self._lock:
+            left = [handle for handle, _, _ in self._in_flight.values()]
+            self._in_flight.clear()
+        for handle in left:
+            handle.committed.set_exception(PersistError(f"step {handle.step}: the runtime was closed meanwhile"))
         if self._own_persister is not None:
             self._own_persister.close()
+        self._stager.release()
+        self._arena.close()
         self._session.close()
 
     def __enter__(self) -> Runtime:
@@ -234,7 +257,11 @@ class Runtime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Error:
+            if error is None:  # else the program's own error is what must be seen
+                raise
 
     # --- joining
 
@@ -319,6 +346,13 @@ class Runtime:
         op = message["op"]
         if op == "committed":
             self._committed(int(message["step"]))
+        elif op == "persisted":
+            # What is on disk may wait for the other ranks without its slot. Else ranks that skip different steps could
+            # fill all their slots with snapshots that wait for one another for ever.
+            with self._lock:
+                entry = self._in_flight.get(int(message["step"]))
+            if entry is not None:
+                self._arena.settled(entry[1], entry[0].step)
         elif op in ("failed", "warning", "lost"):
             error = from_data(message)
             if op == "failed":

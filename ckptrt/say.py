@@ -5,6 +5,7 @@ The words: start resume commit skip warn restart recovery failure done. They sta
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 __all__ = ["block", "line"]
@@ -12,12 +13,17 @@ __all__ = ["block", "line"]
 
 def line(word: str, text: str) -> None:
     """Write one event's line."""
-    sys.stderr.write(f"{word:<12} {text}\n")
-    sys.stderr.flush()
+    _write(f"{word:<12} {text}\n")
 
 
 def block(word: str, text: str) -> None:
     """Write an event that needs several lines; those after the first are indented."""
     first, *rest = text.splitlines() or [""]
-    sys.stderr.write("\n".join([f"{word:<12} {first}", *(" " * 13 + more for more in rest)]) + "\n")
-    sys.stderr.flush()
+    _write("\n".join([f"{word:<12} {first}", *(" " * 13 + more for more in rest)]) + "\n")
+
+
+def _write(text: str) -> None:
+    # A closed or broken stderr (ValueError, OSError) must not end the training that a line is about.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()

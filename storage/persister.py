@@ -38,7 +38,7 @@ from ckptrt.storage.slots import ArenaView, SlotHeader, SlotMeta
 from ckptrt.storage.tiers.base import Tier
 from ckptrt.storage.tiers.registry import open_tier
 
-__all__ = ["main", "write_shard"]
+__all__ = ["adopt", "main", "write_shard"]
 
 _log = logging.getLogger(__name__)
 
@@ -83,19 +83,15 @@ def write_shard(
     meta: SlotMeta,
     image: memoryview,
     *,
-    again: bool = False,
     intact: Callable[[], bool] = lambda: True,
 ) -> bytes:
     """Make one rank's snapshot durable: its shard file, then its receipt. Returns the receipt's bytes.
 
-    folder: the attempt's data folder, with its slash. again: an earlier persister may have got some way; its
-    receipt, if there is one, is adopted, and a shard file without one is left for prune. intact: asked once all
-    bytes are written, whether the image was the snapshot's all the while.
+    folder: the attempt's data folder, with its slash. intact: asked once all bytes are written, whether the image
+    was the snapshot's all the while. If a receipt is there already it is adopted; a shard file without one is left
+    for prune.
     """
     receipt_name = folder + layout.receipt_name(header.rank)
-    if again:
-        with contextlib.suppress(Error):
-            return _adopt(tier, receipt_name, header)
     for attempt in range(_NAMES_MAX):
         name = folder + layout.shard_name(header.rank, attempt)
         pieces = _Pieces(image)
@@ -131,17 +127,20 @@ def write_shard(
     try:
         tier.create(receipt_name, receipt)
     except ExistsError:
-        return _adopt(tier, receipt_name, header)
+        return adopt(tier, receipt_name, (header.step, header.incarnation, header.rank))[0]
     return receipt
 
 
-def _adopt(tier: Tier, name: str, header: SlotHeader) -> bytes:
-    """The receipt that is there already, if it tells of the same snapshot."""
+def adopt(tier: Tier, name: str, snapshot: tuple[int, int, int]) -> tuple[bytes, int]:
+    """The receipt that is there already, and its shard's size; CorruptError if it tells of another snapshot.
+
+    snapshot: step, incarnation and rank.
+    """
     data = tier.read(name)
     found = unseal(ReceiptRecord, data, f"{tier.url}/{name}")
-    if (found.step, found.incarnation, found.rank) != (header.step, header.incarnation, header.rank):
+    if (found.step, found.incarnation, found.rank) != snapshot:
         raise CorruptError(f"{tier.url}/{name} tells of step {found.step}, rank {found.rank}: not what its name says")
-    return data
+    return data, found.shard.size_bytes
 
 
 class _Client:
@@ -238,6 +237,12 @@ class _Client:
             writer.add(job.step, self.rank, receipt)
 
     def _write(self, writer: RunWriter, job: _Job) -> tuple[bytes, int]:
+        folder = writer.attempt.folder(job.step)
+        if job.again:
+            # An earlier persister may have written it, and the slot may have been given up since.
+            with contextlib.suppress(Error):
+                snapshot = (job.step, writer.attempt.incarnation, self.rank)
+                return adopt(writer.tier, folder + layout.receipt_name(self.rank), snapshot)
         arena, header = job.arena, job.arena.header(job.slot)
         if header is None or header.step != job.step:
             raise PersistError(f"slot {job.slot} of rank {self.rank} doesn't hold step {job.step}")
@@ -247,11 +252,10 @@ class _Client:
         try:
             receipt = write_shard(
                 writer.tier,
-                writer.attempt.folder(job.step),
+                folder,
                 header,
                 arena.meta(job.slot, header),
                 image,
-                again=job.again,
                 # A successor of this rank may need the slot: it unseals it before it writes, so this sees it.
                 intact=lambda: arena.header(job.slot) == header,
             )
