@@ -7,13 +7,14 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint format docs changelog clean etcd
+.PHONY: help test demo kill-matrix lint format docs changelog clean etcd
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make test    run the tests             make demo    watch a job lose a rank and finish"
 	@echo "make lint    style, types, imports     make docs    build the documentation"
 	@echo "make format  rewrite in house style    make clean   remove what was built"
+	@echo "make kill-matrix     kill ranks in every phase of a save, a hundred times: some minutes"
 
 # The stamp is written last, so an install that failed or was interrupted is tried again.
 $(STAMP): pyproject.toml constraints.txt
@@ -35,6 +36,9 @@ test: $(STAMP) etcd
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
+
+kill-matrix: $(STAMP) etcd
+	@$(BIN)/python tests/kill_matrix.py $(KILL_ARGS)
 
 # Every check runs, whichever fails.
 lint: $(STAMP)
