@@ -20,12 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ckptrt import env
 from ckptrt.agents.connect import EtcdAccess
-from ckptrt.agents.coord import CoordStore
+from ckptrt.agents.coord import CoordStore, MemoryCoord, MemoryCoordStore
 from ckptrt.agents.embedded_etcd import EmbeddedEtcd
 from ckptrt.agents.lease import LeaseChange, LeaseKeeper
 from ckptrt.clock import Clock, SystemClock
-from ckptrt.errors import BusyError, CoordError
+from ckptrt.errors import BusyError, CoordError, UsageError
 
 __all__ = ["JobLink", "LinkNotice"]
 
@@ -63,6 +64,7 @@ class JobLink:
         self._clock = clock or SystemClock()
         self._connect = connect or self._connect_etcd
         self._etcd: EmbeddedEtcd | None = None
+        self._memory: MemoryCoord | None = None
         self._store: CoordStore | None = None
         self._keeper: LeaseKeeper | None = None
         self._local_incarnation = 0  # the highest that this process has used
@@ -76,9 +78,7 @@ class JobLink:
     def open(self) -> None:
         """Start etcd if none was named, take the lead, register. BusyError names the holder; CoordError: no etcd."""
         if not self._endpoints and self._connect == self._connect_etcd:
-            self._etcd = EmbeddedEtcd()
-            self.note = self._etcd.server.note
-            self._etcd.start()
+            self._start_own()
         self._store = self._connect(2.0)
         self._keeper = LeaseKeeper(self._connect, ttl_s=_TTL_S, on_change=self._lease_changed, clock=self._clock)
         self._keeper.start()
@@ -90,6 +90,19 @@ class JobLink:
         }
         self._lead(json.dumps(me))
         self._keeper.register(f"{self._prefix}/members/{me['host']}-{me['pid']}", json.dumps(me))
+
+    def _start_own(self) -> None:
+        """An etcd of our own, or, where none is installed, a store in this process: enough for a job of one node."""
+        try:
+            self._etcd = EmbeddedEtcd()
+        except UsageError as error:
+            if env.etcd_binary():
+                raise  # the one that was asked for by name doesn't run: nothing else will do
+            self._memory = MemoryCoord(self._clock)
+            self.note = f"{error.what}; membership is kept in this process, which is enough for one node"
+            return
+        self.note = self._etcd.server.note
+        self._etcd.start()
 
     def raise_incarnation(self, above: int) -> tuple[int, str]:
         """A number above `above` and above all that this job has used, and a warning if etcd could not be asked."""
@@ -128,6 +141,8 @@ class JobLink:
             self._etcd.stop()
 
     def _connect_etcd(self, request_timeout_s: float) -> CoordStore:
+        if self._memory is not None:
+            return MemoryCoordStore(self._memory)
         endpoints = ",".join(self._endpoints) or (self._etcd.endpoint if self._etcd else "")
         return EtcdAccess(endpoints=endpoints).connect(request_timeout_s)
 

@@ -60,6 +60,7 @@ class RunLedger:
         self._raise = raise_incarnation
         self._catalog: storage.Catalog | None = None
         self._hold: storage.RunHold | None = None
+        self._unfenced = 0  # a number that was raised before the run was known
 
     def open_run(self, url: str, options: dict[str, Any]) -> None:
         """Hold the run and open its catalog; the second call must name the same run.
@@ -84,10 +85,11 @@ class RunLedger:
         self.url, self._hold = url, hold
 
     def advance(self, *, memory: Callable[[], list[Snapshot]], policy: str, world_size: int) -> Opening:
-        """Open the next incarnation. policy: auto, latest, never, or a step; it counts when a job starts."""
+        """Open the next incarnation. policy: auto, latest, never, or a step."""
         if self._catalog is None:
             began_s = time.monotonic()
             number, warning = self._raise(0)
+            self._unfenced = number
             notes = (warning,) if warning else ()
             fence_s = time.monotonic() - began_s
             return Opening(incarnation=number, resume=None, notes=notes, decide_s=0.0, fence_s=fence_s)
@@ -116,8 +118,7 @@ class RunLedger:
         decided_s = time.monotonic()
         parent = storage.Parent(step=resume.step, incarnation=resume.incarnation) if resume else None
         for _ in range(_FENCE_RACES_MAX):
-            number, warning = self._raise(catalog.newest_incarnation())
-            notes += [warning] if warning else []
+            number = self._next(catalog.newest_incarnation(), notes)
             try:
                 catalog.write_fence(number, parent, world_size)
                 break
@@ -133,6 +134,15 @@ class RunLedger:
         return Opening(
             incarnation=number, resume=resume, notes=tuple(notes), decide_s=decided_s - began_s, fence_s=fence_s
         )
+
+    def _next(self, newest: int, notes: list[str]) -> int:
+        """A number for the fence: that of the workers who run already and have just named the run, if it will do."""
+        number, self._unfenced = self._unfenced, 0
+        if number > newest:
+            return number
+        number, warning = self._raise(newest)
+        notes += [warning] if warning else []
+        return number
 
     def _choose(
         self, catalog: storage.Catalog, memory: Callable[[], list[Snapshot]], policy: str, world_size: int

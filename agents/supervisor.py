@@ -239,7 +239,9 @@ class Supervisor:
 
     def _advance(self, world_size: int) -> Opening:
         fds = [fd for _rank, fd in self._server.arenas.holdings()]
-        return self._ledger.advance(memory=lambda: memory_snapshots(fds), policy=self.job.resume, world_size=world_size)
+        # What the user said of resuming is about the start of the job; a restart goes on from where the job was.
+        policy = self.job.resume if self._run_answer is None else "auto"
+        return self._ledger.advance(memory=lambda: memory_snapshots(fds), policy=policy, world_size=world_size)
 
     def _open_failed(self, error: Error) -> None:
         self._herald.error(error)

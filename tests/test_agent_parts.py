@@ -348,3 +348,31 @@ def test_the_parts_of_a_recovery_add_up() -> None:
         "recovery     0.70 s = detect 0.01 + stop 0.04 + decide 0.03 + fence 0.03 + start 0.29 + restore 0.10"
         " + first step 0.20"
     )
+
+
+def test_a_run_that_is_named_late_is_fenced_with_the_number_of_the_workers_that_name_it(tmp_path: Path) -> None:
+    ledger = RunLedger(Counter())
+    try:
+        assert ledger.advance(memory=no_memory, policy="auto", world_size=2).incarnation == 1
+        ledger.open_run(str(tmp_path / "run"), {})
+        for expected in (1, 2):
+            assert ledger.advance(memory=no_memory, policy="auto", world_size=2).incarnation == expected
+    finally:
+        ledger.close()
+
+
+def test_without_an_etcd_server_one_node_does_with_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_installed() -> None:
+        raise UsageError("no etcd server to start for this job: no etcd on PATH")
+
+    monkeypatch.setattr("ckptrt.agents.joblink.EmbeddedEtcd", none_installed)
+    tie = JobLink("run", notify=lambda _notice: None)
+    tie.open()
+    try:
+        assert tie.raise_incarnation(4)[0] == 5
+        assert "no etcd on PATH" in tie.note and "enough for one node" in tie.note
+        monkeypatch.setenv("CKPTRT_ETCD", "/nonexistent/etcd")
+        with pytest.raises(UsageError):
+            JobLink("run", notify=lambda _notice: None).open()
+    finally:
+        tie.close()
