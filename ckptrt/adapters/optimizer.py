@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from ckptrt.adapters import sharding
 from ckptrt.adapters.base import Capture, Loading, SavedComponent, SavedTensor, TensorItem, Want
-from ckptrt.adapters.module import unwrap
+from ckptrt.adapters.module import plain_name, unwrap
 from ckptrt.adapters.objects import decode, encode
 from ckptrt.adapters.wants import check_tensor, landing, mismatch
+from ckptrt.errors import UsageError
 
 __all__ = ["OptimizerAdapter", "parameter_names"]
 
@@ -28,7 +29,8 @@ def parameter_names(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
     names: dict[int, str] = {}
     for component, module in modules.items():
         inner, _ = unwrap(module)
-        for name, parameter in inner.named_parameters():
+        for key, parameter in inner.named_parameters():
+            name = plain_name(key)
             names.setdefault(id(parameter), name if len(modules) == 1 else f"{component}.{name}")
     return names
 
@@ -73,12 +75,13 @@ class OptimizerAdapter:
             }
             for g, group in enumerate(self._optimizer.param_groups)
         ]
-        return Capture(items=tuple(items), data={"groups": groups, "state": plain})
+        return Capture(items=tuple(items), data={"groups": groups, "state": plain, "other": self._capture_other(named)})
 
     def prepare(self, saved: SavedComponent) -> Loading:
         named = self._named()
         stored_state: Mapping[str, Mapping[str, Any]] = saved.data["state"]
         options = self._match_groups(saved.data["groups"], set(named))
+        other = {key: decode(value) for key, value in saved.data["other"].items()}
         wants: list[Want] = []
         problems: list[str] = []
         new_state: dict[torch.Tensor, dict[str, Any]] = {}
@@ -102,21 +105,25 @@ class OptimizerAdapter:
                 new_state[parameter][entry] = target
         if problems:
             raise mismatch(self.name, problems)
-        return Loading(wants=tuple(wants), apply=lambda: self._apply(new_state, options, copies))
+        return Loading(wants=tuple(wants), apply=lambda: self._apply({**new_state, **other}, options, copies))
 
     def _apply(
         self,
-        new_state: dict[torch.Tensor, dict[str, Any]],
+        new_state: dict[Any, Any],
         options: list[dict[str, Any]],
         copies: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         with torch.no_grad():
             for target, out in copies:
                 sharding.local_of(target).copy_(out)
+            for group, values in zip(self._optimizer.param_groups, options, strict=True):
+                for key, value in values.items():
+                    if isinstance(value, torch.Tensor) and key in group:
+                        group[key].copy_(value)  # schedulers and compiled steps hold this very tensor
+                    else:
+                        group[key] = value
         self._optimizer.state.clear()
         self._optimizer.state.update(new_state)
-        for group, values in zip(self._optimizer.param_groups, options, strict=True):
-            group.update(values)
 
     def _named(self) -> dict[str, torch.Tensor]:
         return {
@@ -137,6 +144,23 @@ class OptimizerAdapter:
         if found is not None:
             items.append(found)
         return dict(_TENSOR)
+
+    def _capture_other(self, named: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """State that some optimizers keep beside that of their parameters, under names of their own."""
+        known = set(map(id, named.values()))
+        other: dict[str, Any] = {}
+        state: Mapping[Any, Any] = self._optimizer.state
+        for key, value in state.items():
+            if type(key) is str:
+                other[key] = encode(value, f"{self.name}.state.{key}")
+            elif id(key) not in known:
+                what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+                raise UsageError(
+                    f"{self.name} holds state of {what}, which is no parameter of its groups",
+                    safe="nothing was saved in its place",
+                    hint="remove that state, or add the parameter to a group",
+                )
+        return other
 
     def _replicas(self, parameter: torch.Tensor, value: torch.Tensor) -> tuple[int, ...] | None:
         """Who holds an equal copy of a plain state tensor."""
@@ -172,11 +196,25 @@ class OptimizerAdapter:
             here = frozenset(self._name_of(p, g, i) for i, p in enumerate(group["params"]))
             if here in by_names:
                 matched.append({key: decode(value) for key, value in by_names[here].items()})
+                problems += self._check_options(g, group, matched[-1])
             elif not problems:
                 problems.append(f"groups    {self.name}: group {g} holds other parameters than any stored group")
         if problems:
             raise mismatch(self.name, problems)
         return matched
+
+    def _check_options(self, g: int, group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+        """Nothing is turned from a number into a tensor, or back, unasked."""
+        problems: list[str] = []
+        for key, value in saved.items():
+            live = group.get(key)
+            if isinstance(live, torch.Tensor) != isinstance(value, torch.Tensor) and live is not None:
+                kinds = f"saved {type(value).__name__}, here {type(live).__name__}"
+                problems.append(f"kind      {self.name}: group {g} {key}   {kinds}")
+            elif isinstance(live, torch.Tensor) and (live.shape, live.dtype) != (value.shape, value.dtype):
+                kinds = f"saved {value.dtype} {tuple(value.shape)}, here {live.dtype} {tuple(live.shape)}"
+                problems.append(f"kind      {self.name}: group {g} {key}   {kinds}")
+        return problems
 
 
 _NAMED = ("params", "param_names")

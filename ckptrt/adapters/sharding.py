@@ -8,8 +8,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ckptrt.adapters.base import TensorItem
 from ckptrt.errors import UsageError
 from ckptrt.regions import Region, whole
+from ckptrt.storage.shardfile import item_bytes
 
-__all__ = ["chunk_of", "dtype_name", "item", "like", "local_of", "require_storable"]
+__all__ = ["chunk_of", "dtype_name", "is_writable", "item", "like", "local_of", "require_storable"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -29,6 +30,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The rank's own data, without autograd."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def is_writable(tensor: torch.Tensor) -> bool:
+    """Whether each element has memory of its own, which an expanded tensor's haven't."""
+    local = local_of(tensor)
+    if local.layout is not torch.strided:
+        return True
+    return all(stride or size < 2 for size, stride in zip(local.shape, local.stride(), strict=True))
 
 
 def item(key: str, tensor: torch.Tensor, replicas: tuple[int, ...] | None) -> TensorItem | None:
@@ -80,6 +89,10 @@ def require_storable(key: str, tensor: torch.Tensor) -> None:
             safe="nothing was saved in its place",
             hint="leave it out of the state",
         )
+    try:
+        item_bytes(dtype_name(tensor))
+    except UsageError as error:
+        raise UsageError(f"{key}: {error.what}", safe="nothing was saved in its place", hint=error.hint) from None
 
 
 def _place(key: str, tensor: DTensor) -> tuple[Region, tuple[int, ...]] | None:

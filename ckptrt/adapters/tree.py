@@ -119,18 +119,30 @@ class TreeAdapter:
             if beyond and isinstance(self._source, Reseeding):
                 self._source.reseed(self._rank, len(self._ranks))
             return
-        for key, value in tree.items():
-            old = self._source.get(key)
-            if _same_kind(old, value):
-                with torch.no_grad():
-                    sharding.local_of(old).copy_(sharding.local_of(value))
-            else:
-                self._source[key] = value
-        for key in [key for key in self._source if key not in tree]:
-            del self._source[key]
+        with torch.no_grad():
+            _merge(self._source, tree)
 
     def _state(self) -> Any:
         return self._source if isinstance(self._source, dict) else self._source.state_dict()
+
+
+def _merge(old: Any, new: Any) -> Any:
+    """`new`, in the objects of `old` as far as they are of its kind: whoever holds one of them sees what was loaded."""
+    if _same_kind(old, new):
+        if old is not new:
+            sharding.local_of(old).copy_(sharding.local_of(new))
+        return old
+    if type(old) is not type(new):
+        return new
+    if isinstance(new, dict):
+        merged = {key: _merge(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(merged)
+        return old
+    if isinstance(new, list):
+        old[:] = [_merge(*pair) for pair in zip(old, new, strict=False)] + new[len(old) :]
+        return old
+    return new
 
 
 def _same_kind(old: Any, new: Any) -> TypeGuard[torch.Tensor]:
@@ -138,9 +150,10 @@ def _same_kind(old: Any, new: Any) -> TypeGuard[torch.Tensor]:
     return (
         isinstance(old, torch.Tensor)
         and isinstance(new, torch.Tensor)
-        and type(old) is type(new)
+        and isinstance(old, DTensor) == isinstance(new, DTensor)
         and old.shape == new.shape
         and old.dtype == new.dtype
+        and sharding.is_writable(old)
     )
 
 

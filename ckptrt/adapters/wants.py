@@ -21,6 +21,8 @@ def check_tensor(key: str, live: torch.Tensor, saved: SavedTensor) -> str:
         return f"shape     {key}   saved {saved.shape}, here {tuple(live.shape)}"
     if live.dtype != saved.dtype:
         return f"dtype     {key}   saved {saved.dtype}, here {live.dtype}"
+    if not sharding.is_writable(live):
+        return f"shared    {key}   has elements that share memory here (an expanded tensor): give it memory of its own"
     if live.is_meta:
         return f"meta      {key}   is on the meta device here: materialise it with to_empty() first"
     return ""
