@@ -8,6 +8,8 @@
 
 Kills of one job share one launch: each incarnation has its own, at a random step and rank, and the persister may be
 held up before, so that two saves are under way, and after, so that the next incarnation meets the last one's writes.
+Rows that say `cold` are of jobs that may not restart: a kill ends the launcher too, what was in memory is lost, and a
+new launch has to go on from the store, where the torn step has left files behind.
 Every loss, every checkpoint and every choice of a step is compared with a job that nobody hurt. Exit status 0 only if
 nothing at all is wrong.
 """
@@ -20,14 +22,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from support_jobs import Job, Reference, Resume, judge, resumes
 
-__all__ = ["PHASES", "Kill", "Outcome", "outcomes", "plan_kills", "play", "table"]
+__all__ = ["PHASES", "Kill", "Outcome", "outcomes", "plan_kills", "play", "told"]
 
 PHASES = ("staging", "sealed", "persisting", "before commit", "after commit")
 EVERY = 4
@@ -96,25 +98,28 @@ def plan_kills(seeds: Sequence[int], phases: Sequence[str], ranks: int) -> list[
     return kills
 
 
-def play(folder: Path, kills: Sequence[Kill], ranks: int, parallel: str) -> tuple[list[Outcome], list[str]]:
+def play(
+    folder: Path, kills: Sequence[Kill], ranks: int, parallel: str, *, cold: bool = False
+) -> tuple[list[Outcome], list[str]]:
     """Run the job with these kills and once more without any. What became of each kill, and what else was wrong."""
     steps = kills[-1].step + 2 * EVERY
     faults = ";".join(spec for kill in kills for spec in kill.specs())
     facts: dict[str, Any] = {"ranks": ranks, "parallel": parallel, "steps": steps, "every": EVERY}
     with (
         Job(folder=folder / "unhurt", **facts) as unhurt,
-        Job(folder=folder / "hurt", faults=faults, max_restarts=len(kills), **facts) as hurt,
+        Job(folder=folder / "hurt", faults=faults, max_restarts=0 if cold else len(kills), **facts) as hurt,
     ):
         status = unhurt.run()
         reference = Reference(unhurt)
         problems = [f"the reference: {text}" for text in judge(unhurt, reference)]
         if status:
             return [], [*problems, unhurt.output[-2000:]]
-        hurt.run(timeout_s=60.0 + 5.0 * len(kills))
-        problems += judge(hurt, reference)
-        restarts = len(hurt.events("restart"))
-        if restarts != len(kills):
-            problems.append(f"{restarts} restarts for {len(kills)} kills")
+        for _ in range(len(kills) + 1 if cold else 1):
+            hurt.run(timeout_s=60.0 + 5.0 * len(kills))
+        problems += judge(hurt, reference, memory_lost=range(1, len(kills) + 2) if cold else ())
+        failures = len(hurt.events("failure"))
+        if failures != len(kills):
+            problems.append(f"{failures} failures for {len(kills)} kills")
         return outcomes(hurt, kills), problems
 
 
@@ -167,18 +172,19 @@ def _took_s(job: Job, kill: Kill) -> float | None:
     return max(at_s for at_s in firsts if at_s is not None) - alive_s[-1]
 
 
-def table(results: dict[int, list[Outcome]]) -> str:
-    rows = [f"{'phase':<14} {'ranks':>5} {'kills':>5} {'first attempt':>13} {'memory':>6} {'store':>5} "]
+def table(results: Mapping[str, Sequence[Outcome]]) -> str:
+    """results: by a label of the row, such as the number of ranks."""
+    rows = [f"{'phase':<14} {'ranks':>6} {'kills':>5} {'first attempt':>13} {'memory':>6} {'store':>5} "]
     rows[0] += f"{'fresh':>5} {'median s':>8} {'max s':>6} {'violations':>10}"
     for phase in PHASES:
-        for ranks, found in results.items():
+        for label, found in results.items():
             mine = [outcome for outcome in found if outcome.kill.phase == phase]
             if not mine:
                 continue
             tiers = [sum(outcome.tier == tier for outcome in mine) for tier in ("memory", "stored", "fresh")]
             took = [outcome.took_s for outcome in mine]
             rows.append(
-                f"{phase:<14} {ranks:>5} {len(mine):>5} {sum(o.at_first_attempt for o in mine):>13} {tiers[0]:>6} "
+                f"{phase:<14} {label:>6} {len(mine):>5} {sum(o.at_first_attempt for o in mine):>13} {tiers[0]:>6} "
                 f"{tiers[1]:>5} {tiers[2]:>5} {statistics.median(took):>8.3f} {max(took):>6.3f} "
                 f"{sum(len(o.problems) for o in mine):>10}"
             )
@@ -188,29 +194,36 @@ def table(results: dict[int, list[Outcome]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10, help="kills for each phase and number of ranks")
+    parser.add_argument("--cold-seeds", type=int, default=2, help="the same for kills that end the launcher too")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--out", type=Path, help="keep everything here, for a look at it; else it is removed")
     args = parser.parse_args()
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
-    results: dict[int, list[Outcome]] = {}
-    problems: list[str] = []
     began_s = time.monotonic()
+    results: dict[str, list[Outcome]] = {}
+    problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="ckptrt-kills-") as temporary:
-        for ranks in args.ranks:
-            results[ranks] = []
-            for parallel, share in (("ddp", seeds[::2]), ("fsdp", seeds[1::2])):
-                if not share:
-                    continue
-                kills = plan_kills(share, PHASES, ranks)
-                found, wrong = play((args.out or Path(temporary)) / f"{parallel}{ranks}", kills, ranks, parallel)
-                results[ranks] += found
-                mine = [text for outcome in found for text in outcome.problems]
-                mine += [] if all(outcome.at_first_attempt for outcome in found) else ["a restart didn't come up"]
-                problems += [f"{parallel}, {ranks} ranks: {text}" for text in (*wrong, *mine)]
+        for cold, seeds in ((False, args.seeds), (True, args.cold_seeds)):
+            chosen = range(args.first_seed, args.first_seed + seeds)
+            for ranks in args.ranks:
+                label = f"{ranks} cold" if cold else str(ranks)
+                for parallel, share in (("ddp", chosen[::2]), ("fsdp", chosen[1::2])):
+                    folder = (args.out or Path(temporary)) / f"{parallel}-{label.replace(' ', '-')}"
+                    if share:
+                        kills = plan_kills(share, PHASES, ranks)
+                        found, wrong = play(folder, kills, ranks, parallel, cold=cold)
+                        results[label] = results.get(label, []) + found
+                        problems += [f"{parallel}, {label} ranks: {text}" for text in (*wrong, *told(found))]
     sys.stdout.write(f"{table(results)}\n{time.monotonic() - began_s:.0f} s in all\n")
     sys.stdout.writelines(f"violation  {text}\n" for text in problems)
     return 1 if problems else 0
+
+
+def told(found: Sequence[Outcome]) -> Iterator[str]:
+    for outcome in found:
+        yield from outcome.problems
+        if not outcome.at_first_attempt:
+            yield f"nothing came up at once after {outcome.kill}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_matrix import EVERY, PHASES, Kill, Outcome, outcomes, plan_kills, play
+from kill_matrix import EVERY, PHASES, Kill, Outcome, outcomes, plan_kills, play, told
 from support_jobs import Job, Note, Reference, judge, resumes
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 def check(kills: list[Kill], found: list[Outcome], problems: list[str]) -> None:
     assert problems == []
-    assert [outcome for outcome in found if outcome.problems or not outcome.at_first_attempt] == []
+    assert list(told(found)) == []
     assert [outcome.kill for outcome in found] == kills
 
 
@@ -31,6 +31,13 @@ def test_a_rank_of_two_is_killed_twice_in_every_phase(tmp_path: Path) -> None:
 def test_a_rank_of_four_is_killed_in_every_phase(tmp_path: Path) -> None:
     kills = plan_kills((1,), PHASES, 4)
     check(kills, *play(tmp_path, kills, 4, "ddp"))
+
+
+def test_a_rank_is_killed_and_the_launcher_with_it_so_that_only_the_store_is_left(tmp_path: Path) -> None:
+    kills = plan_kills((1,), PHASES[:3], 2)
+    outcome, problems = play(tmp_path, kills, 2, "fsdp", cold=True)
+    check(kills, outcome, problems)
+    assert {found.tier for found in outcome} <= {"stored", "fresh"}
 
 
 # --- what the judge notices
