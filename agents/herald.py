@@ -92,7 +92,7 @@ class Herald:
         parts = recovery.parts()
         self._console.say(recovery_line(parts))
         self.event(
-            "recovery",
+            "recovery" if "first step" in parts else "respawned",
             incarnation=incarnation,
             parts=parts,
             total_s=sum(parts.values()),

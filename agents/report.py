@@ -43,9 +43,8 @@ def failure_lines(verdict: Verdict, *, step: int | None, tail: Sequence[str], lo
         if other.code < 0 and not other.by_us:
             rows.append(f"rank {other.rank} was killed as well: {describe_code(other.code)}")
         else:
-            rows.append(
-                f"rank {other.rank} failed after it (not a cause): {describe_code(other.code)} {other.error}".rstrip()
-            )
+            code = "" if other.by_us else f"{describe_code(other.code)} "  # a status that we gave it says nothing
+            rows.append(f"rank {other.rank} failed after it (not a cause): {code}{other.error}".rstrip())
     if verdict.stopped:
         stopped = [other.rank for other in verdict.stopped]
         verb = "was" if len(stopped) == 1 else "were"
@@ -108,4 +107,7 @@ class Recovery:
 
 def recovery_line(parts: Mapping[str, float]) -> str:
     total_s = sum(parts.values())
-    return line("recovery", f"{total_s:.2f} s = " + " + ".join(f"{name} {value:.2f}" for name, value in parts.items()))
+    to = "" if "first step" in parts else " to new workers"
+    return line(
+        "recovery", f"{total_s:.2f} s{to} = " + " + ".join(f"{name} {value:.2f}" for name, value in parts.items())
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import time
@@ -82,13 +83,17 @@ def test_a_killed_rank_is_the_cause_and_the_job_comes_back(loop: Loop, restarts:
     os.kill(loop.pids(restarts)[1], signal.SIGKILL)
     loop.stepping(restarts + 1)
     failure = loop.event("failure", restarts)
-    assert (failure["rank"], failure["code"], failure["stopped"]) == (1, -9, [0])
+    assert (failure["rank"], failure["code"]) == (1, -9)
+    # The other is stopped, or has just met the broken connection; it is never the cause.
+    assert failure["stopped"] + failure["consequences"] == [0]
     said = loop.err.removeprefix(before)
     assert "failure      rank 1 · SIGKILL (exit -9) · no traceback: the process was killed from outside\n" in said
-    assert "             rank 0 was stopped by the supervisor (not a cause)\n" in said
+    assert re.search(
+        r"^ {13}rank 0 (was stopped by the supervisor|failed after it) \(not a cause\)", said, re.MULTILINE
+    )
     assert f"restart {restarts + 1}" in said
     assert f"budget {1000 - restarts - 1} of 1000 left\n" in said
-    assert "recovery     0." in said
+    assert " s to new workers = detect " in said
 
 
 def test_both_ranks_killed_at_once_are_one_failure(loop: Loop, restarts: int) -> None:
@@ -249,9 +254,9 @@ def fence(client: Client, incarnation: int) -> dict[str, object]:
 
 def test_a_worker_names_the_run_and_the_agent_fences_it(client: Client) -> None:
     notes = client.ready(0)
-    assert notes[:3] == ["env None None", "run 2 fresh None", "other usage"]
-    assert [note.split()[2:] for note in client.notes(1)[1:2]] == [["2", "fresh", "None"]]  # one answer for all
-    assert (fence(client, 2)["parent"], fence(client, 2)["world_size"]) == (None, 2)
+    assert notes[:3] == ["env None None", "run 1 fresh None", "other usage"]
+    assert [note.split()[2:] for note in client.notes(1)[1:2]] == [["1", "fresh", "None"]]  # one answer for all
+    assert (fence(client, 1)["parent"], fence(client, 1)["world_size"]) == (None, 2)
     assert notes[3:5] == ["arena True b'\\x00\\x00\\x00\\x00\\x00' 8192", notes[4]]
 
 
@@ -259,9 +264,9 @@ def test_at_a_restart_the_fence_comes_first_and_the_arenas_are_still_there(clien
     client.ready(0)
     os.kill(client.pids(0)[1], signal.SIGKILL)
     notes = client.ready(1)
-    assert notes[:4] == ["env 3 fresh", "run 3 fresh None", "other usage", "arena False b'hello' 8192"]
+    assert notes[:4] == ["env 2 fresh", "run 2 fresh None", "other usage", "arena False b'hello' 8192"]
     assert notes[4] == "holdings 0 1"
-    assert fence(client, 3)["world_size"] == 2
+    assert fence(client, 2)["world_size"] == 2
     said = client.says("recovery")
     assert "restart 1    budget 9 of 10 left, no-progress 0 of 3\n" in said  # step 10 was committed
     assert "after step 10" in said
