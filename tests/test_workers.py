@@ -273,7 +273,8 @@ class TestZygoteWorkers(RealWorkers):
             "import signal, sys, time\n"
             "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
             "print('up', flush=True)\n"
-            "time.sleep(60)\n"
+            # Short sleeps: Python would sleep on with a signal that comes just before one begins.
+            "while True: time.sleep(0.02)\n"
         )
         workers = specs(program)
         group.start(workers)
