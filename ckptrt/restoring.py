@@ -10,7 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from ckptrt.storage.records import TensorRecord
 from ckptrt.storage.shardfile import item_bytes
 
 __all__ = ["Restored", "read_all", "restore_newest"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +56,7 @@ def restore_newest(session: Session, adapters: Sequence[Adapter]) -> Restored | 
         if not errors:
             assert loaded is not None
             source, loadings = loaded
-            for loading in loadings:
-                loading.apply()
+            _apply(session.ranks, loadings)
             return Restored(
                 step=candidate.step,
                 incarnation=candidate.incarnation,
@@ -73,11 +74,34 @@ def restore_newest(session: Session, adapters: Sequence[Adapter]) -> Restored | 
     return None
 
 
-def _try(load: Callable[[], tuple[Source, list[Loading]]]) -> tuple[tuple[Source, list[Loading]] | None, Error | None]:
+def _apply(ranks: RankGroup, loadings: Sequence[Loading]) -> None:
+    """Move everything in. Only the user's own code can fail here, and then no rank goes on as if nothing were amiss."""
+
+    def apply_all() -> None:
+        for loading in loadings:
+            loading.apply()
+
+    _, mine = _try(apply_all)
+    errors = ranks.errors(mine)
+    if errors:
+        rank, error = errors[0]
+        raise type(error)(
+            f"rank {rank}: {error.what}",
+            safe="the checkpoint is untouched; the live state is partly loaded, so this process must not go on with it",
+            hint=error.hint,
+        ) from (mine and mine.__cause__)
+
+
+def _try(work: Callable[[], _T]) -> tuple[_T | None, Error | None]:
+    """What `work` returns, or its error. Other ranks wait for this rank's word, so nothing else may get out."""
     try:
-        return load(), None
+        return work(), None
     except Error as error:
         return None, error
+    except Exception as cause:  # noqa: BLE001 the user's own state_dict() and load_state_dict() may raise anything
+        foreign = Error(f"restoring failed with {type(cause).__name__}: {cause}", safe="the checkpoint is untouched")
+        foreign.__cause__ = cause
+        return None, foreign
 
 
 def _raise_incurable(errors: Sequence[tuple[int, Error]]) -> None:
@@ -85,7 +109,7 @@ def _raise_incurable(errors: Sequence[tuple[int, Error]]) -> None:
     for rank, error in errors:
         curable = isinstance(error, (CorruptError, NoCheckpointError, StorageError))
         if not curable or isinstance(error, TransientError):
-            raise type(error)(f"rank {rank}: {error.what}", safe=error.safe, hint=error.hint)
+            raise type(error)(f"rank {rank}: {error.what}", safe=error.safe, hint=error.hint) from error.__cause__
 
 
 def _tell_fallback(ranks: RankGroup, candidate: Candidate, errors: Sequence[tuple[int, Error]]) -> str:

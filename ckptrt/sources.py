@@ -11,7 +11,7 @@ from typing import Protocol
 
 import xxhash
 
-from ckptrt.errors import CorruptError, NoCheckpointError
+from ckptrt.errors import CorruptError, NoCheckpointError, NotFoundError
 from ckptrt.plan import Read, chunk_aligned
 from ckptrt.storage.checkpoint import Checkpoint
 from ckptrt.storage.layout import DATA
@@ -136,7 +136,14 @@ def read_verified(
 
     def read(piece: tuple[int, int]) -> None:
         start, size = piece
-        tier.read_into(DATA + shard.name, start, out[start : start + size])
+        try:
+            tier.read_into(DATA + shard.name, start, out[start : start + size])
+        except (CorruptError, NotFoundError) as error:
+            raise CorruptError(
+                f"{error.what} (rank {rank}; bytes {start} to {start + size - 1} hold {_held(tensors, start, size)})",
+                safe="nothing of it was loaded",
+                hint=error.hint,
+            ) from None
         for at in range(start, start + size, shard.chunk_bytes):
             chunk = out[at : min(at + shard.chunk_bytes, start + size)]
             number = at // shard.chunk_bytes
@@ -154,13 +161,18 @@ def read_verified(
 def _bad_chunk(
     tier: Tier, shard: ShardRecord, tensors: Sequence[TensorRecord], start: int, size: int, rank: int
 ) -> CorruptError:
-    at = sorted((record.start, record.key) for record in tensors)
-    before = [key for begin, key in at if begin <= start][-1:]
-    hit = before + [key for begin, key in at if start < begin < start + size]
-    shown = ", ".join(dict.fromkeys(hit[:4])) + (f" and {len(hit) - 4} more" if len(hit) > 4 else "")
     return CorruptError(
         f"{tier.url}/{DATA}{shard.name} is damaged: bytes {start} to {start + size - 1} (rank {rank}) don't have their "
-        f"digest; they hold {shown or 'no tensor'}",
+        f"digest; they hold {_held(tensors, start, size)}",
         safe="nothing of it was loaded",
         hint="`ckptrt verify --read-data` names all that is damaged and the newest good step",
     )
+
+
+def _held(tensors: Sequence[TensorRecord], start: int, size: int) -> str:
+    """Names of the tensors in a range of bytes."""
+    at = sorted((record.start, record.key) for record in tensors)
+    before = [key for begin, key in at if begin <= start][-1:]
+    hit = before + [key for begin, key in at if start < begin < start + size]
+    more = f" and {len(hit) - 4} more tensors" if len(hit) > 4 else ""
+    return ", ".join(dict.fromkeys(hit[:4])) + more or "no tensor"

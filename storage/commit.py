@@ -7,10 +7,12 @@ off the path of the newer fence: see lineage.py.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
+from math import prod
 
 from ckptrt.clock import Clock
-from ckptrt.errors import CorruptError, ExistsError, StorageError
+from ckptrt.errors import CorruptError, ExistsError, MismatchError, StorageError
 from ckptrt.storage.catalog import Catalog, CommitInfo
 from ckptrt.storage.checkpoint import check_commit
 from ckptrt.storage.layout import DATA, MANIFEST, CommitId, commit_name, fence_name, parse_shard_path
@@ -35,7 +37,8 @@ def commit(
 
     data: the folder's name below data/. receipts: rank -> sealed receipt, of all ranks. May be repeated after an
     error: what is there already and equal is taken for done. Raises FencedError if a newer incarnation owns the
-    run, CorruptError if the receipts don't belong together (nothing is written then), StorageError otherwise.
+    run, CorruptError if the receipts don't belong together and MismatchError if their tensors don't (nothing is
+    written then), StorageError otherwise.
     """
     commit_id = CommitId(step, incarnation)
     _check_fence(catalog, incarnation)
@@ -91,7 +94,35 @@ def _check_receipts(commit_id: CommitId, receipts: Mapping[int, bytes]) -> dict[
         if parse_shard_path(receipt.shard.name) is None:
             raise CorruptError(f"{where} names a shard file outside data/: {receipt.shard.name!r}")
         found[rank] = receipt
+    _check_tensors(commit_id, found)
     return found
+
+
+def _check_tensors(commit_id: CommitId, receipts: Mapping[int, ReceiptRecord]) -> None:
+    """Every tensor that ranks share must be one tensor to all of them, and be there to the last element."""
+    seen: dict[str, tuple[int, tuple[int, ...], str]] = {}
+    held: defaultdict[str, int] = defaultdict(int)
+    for rank, receipt in receipts.items():
+        for tensor in receipt.tensors:
+            if tensor.rank_only:
+                continue
+            first, shape, dtype = seen.setdefault(tensor.key, (rank, tensor.shape, tensor.dtype))
+            if (shape, dtype) != (tensor.shape, tensor.dtype):
+                raise MismatchError(
+                    f"step {commit_id.step} can't be committed: tensor {tensor.key!r} is {dtype} {shape} on rank "
+                    f"{first} but {tensor.dtype} {tensor.shape} on rank {rank}",
+                    safe="all checkpoints committed before",
+                    hint="all ranks must shard one and the same tensor under that name",
+                )
+            held[tensor.key] += prod(tensor.sizes)
+    for key, (first, shape, _) in seen.items():
+        if held[key] != prod(shape):
+            raise MismatchError(
+                f"step {commit_id.step} can't be committed: of tensor {key!r} {shape} (rank {first} and others) the "
+                f"ranks wrote {held[key]} elements instead of {prod(shape)}",
+                safe="all checkpoints committed before",
+                hint="every rank that has a part of it must save it",
+            )
 
 
 def _create_manifest(tier: Tier, name: str, data: bytes) -> None:

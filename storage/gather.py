@@ -251,15 +251,17 @@ class RunWriter:
     def _finish(self, step: int, error: Error | None) -> None:
         """Tell of a step, and of older ones that a commit has overtaken."""
         with self._changed:
-            done = [(step, error)] if self._pending.pop(step, None) is not None else []
+            mine = [(step, error)] if self._pending.pop(step, None) is not None else []
+            done: list[tuple[int, Error | None]] = []
             if error is None:
                 late = PersistError(
                     f"step {step} was committed before all ranks had written an older one",
                     safe=f"step {step} is committed",
                 )
                 done += [(old, late) for old in sorted(self._pending) if old < step]
-                for old, _ in done[1:]:
+                for old, _ in done:
                     del self._pending[old]
+            done += mine
         for old, outcome in done:
             self._notify(Notice(step=old, error=outcome))
 
