@@ -362,5 +362,5 @@ def _judge_store(job: Job, reference: Reference, found: Sequence[Resume]) -> Ite
 
 
 def _differences(catalog: Catalog, commit: CommitInfo, reference: Reference) -> list[str]:
-    mine, theirs = state_of(catalog, commit), reference.states[commit.step]
+    mine, theirs = state_of(catalog, commit), reference.states.get(commit.step, {})
     return sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
