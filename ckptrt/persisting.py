@@ -185,6 +185,8 @@ class PersisterLink:
             self._channel = channel
             for step, job in sorted(self._submitted.items()):
                 channel.send({"op": "submit", "step": step, "slot": job.slot, "again": again}, (job.fd,))
+            if self._closing:  # close() came while there was no channel to wake this thread by
+                channel.sock.shutdown(2)
 
     def _listen(self, channel: wire.Channel) -> None:
         while (received := channel.receive()) is not None:

@@ -34,11 +34,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What was loaded, and from where (`tier` is memory or stored)."""
+    """What was loaded, and from where (`tier` is memory or stored), and whether that step is committed."""
 
     step: int
     incarnation: int
     tier: str
+    committed: bool
     world_size: int  # of the job that saved it
 
 
@@ -61,6 +62,7 @@ def restore_newest(session: Session, adapters: Sequence[Adapter]) -> Restored | 
                 step=candidate.step,
                 incarnation=candidate.incarnation,
                 tier=candidate.tier,
+                committed=any(other.tier == "stored" and other.commit == candidate.commit for other in candidates),
                 world_size=source.world_size,
             )
         _raise_incurable(errors)

@@ -134,13 +134,16 @@ class Runtime:
         if restored is not None:
             self.start_step = self.step_count = restored.step
             parent = Candidate(step=restored.step, incarnation=restored.incarnation, tier=restored.tier)
-            if restored.tier == "stored":
+            if restored.committed:
                 self.last_committed = restored.step
             self._arena.keep(restored.step, restored.incarnation)
         self._begin(parent)
         self._tell_start(restored)
         if self._session.agent is not None:
             self._session.agent.phase("restored", self.step_count)
+        if restored is not None and not restored.committed:
+            # It lies in this node's memory only. The job may end, or lose the node, before another save is due.
+            self.save()
         return restored
 
     def step(self, **metrics: float) -> None:

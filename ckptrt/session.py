@@ -38,6 +38,10 @@ class Candidate:
     incarnation: int
     tier: str  # memory or stored
 
+    @property
+    def commit(self) -> CommitId:
+        return CommitId(self.step, self.incarnation)
+
     def data(self) -> list[Any]:
         return [self.step, self.incarnation, self.tier]
 
