@@ -94,6 +94,15 @@ def went_on_from(step: int, ranks: tuple[int, ...] = (0, 1)) -> Callable[[Job], 
     return harm
 
 
+def committed_before_the_kill(job: Job) -> None:
+    def change(note: Note) -> bool:
+        if (note["what"], note["incarnation"], note.get("step")) == ("step", 1, 12):
+            note["committed"] = 12
+        return True
+
+    rewrite(job, 1, change)
+
+
 def a_failed_save(job: Job) -> None:
     def change(note: Note) -> bool:
         if (note["what"], note["incarnation"]) == ("saved", 2):
@@ -130,7 +139,8 @@ def a_temporary_file(job: Job) -> None:
     [
         (one_bit_in_a_loss, "rank 1: 1 losses differ, the first is that of step 17 in incarnation 2"),
         (a_step_that_never_ran, "rank 0 didn't go through every step"),
-        (went_on_from(4), "older than the committed step 8"),
+        (committed_before_the_kill, "older than the committed step 12"),
+        (went_on_from(4), "older than step 8, which was whole in the memory of all ranks"),
         (went_on_from(7), "which nobody saved"),
         (went_on_from(16), "never reached in incarnation 1"),
         (went_on_from(12, ranks=(1,)), "the ranks went on from different places"),
