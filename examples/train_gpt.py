@@ -5,7 +5,7 @@
     ckptrt-launch --nproc-per-node 2 train_gpt.py --parallel ddp           restarts within a second
 
 Kill any process at any time and start the same command again (ckptrt-launch does it by itself): the losses go on as
-if nothing had happened, bit for bit.
+if nothing had happened, bit for bit (DDP on three or more ranks: up to the order in which torch sums gradients).
 """
 
 from __future__ import annotations
