@@ -63,9 +63,9 @@ class StoreRanks:
         if self.rank == 0:
             try:
                 answer = {"value": make()}
-            except Error as error:
-                answer = {"error": error.data()}
-                self._store.set(key, json.dumps(answer))
+            except Exception as error:
+                told = error if isinstance(error, Error) else Error(f"rank 0 failed with {error!r}")
+                self._store.set(key, json.dumps({"error": told.data()}))
                 raise
             self._store.set(key, json.dumps(answer))
             return answer["value"]

@@ -87,7 +87,8 @@ class Session:
                 found.append(Candidate(step=limit.step, incarnation=limit.incarnation, tier="memory"))
         found += [
             Candidate(step=commit.step, incarnation=commit.incarnation, tier="stored")
-            for commit in self.catalog.commits()
+            # By name alone: a record that is damaged or of a newer format is met, and told of, when it is its turn.
+            for commit in self.catalog.path().commits
             if commit.incarnation < self.incarnation and (limit is None or commit.step <= limit.step)
         ]
         return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pwd
+import secrets
 import socket
 
 from ckptrt.storage.records import Owner
@@ -18,7 +20,13 @@ def this_owner() -> Owner:
         user = pwd.getpwuid(uid).pw_name
     except KeyError:  # usual in containers
         user = str(uid)
-    return Owner(host=socket.gethostname(), pid=os.getpid(), user=user)
+    return Owner(host=socket.gethostname(), pid=os.getpid(), user=user, token=_token(os.getpid()))
+
+
+@functools.cache
+def _token(pid: int) -> str:
+    """This process's own: a forked child has another pid and draws anew."""
+    return secrets.token_hex(8)
 
 
 def made_by() -> str:

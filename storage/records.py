@@ -30,12 +30,17 @@ _HEAD = re.compile(rb'\{"ckptrt":"(\d{1,6})\.(\d{1,6})","kind":"([a-z]+)","xxh3"
 _VERSION = re.compile(rb'\{"ckptrt":"(\d{1,6})\.(\d{1,6})"')
 
 
-class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Who wrote a record, for people: where to look when two jobs meet."""
+class Owner(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Who wrote a record, for people: where to look when two jobs meet.
+
+    token: drawn by each process, so that two writers' records differ even where two containers give their processes
+    equal names, pids and seconds.
+    """
 
     host: str
     pid: int
     user: str = ""
+    token: str = ""
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,7 +64,8 @@ class World:
                 late = sorted(open_ends.values())
                 said = self.said()
                 self.close()
-                pytest.fail(f"ranks {late} of {self.size} gave no answer in {timeout_s} s; they said: {said}")
+                told = "\n".join(f"rank {rank}: {word}" for rank, (good, word) in answers.items() if not good)
+                pytest.fail(f"ranks {late} of {self.size} gave no answer in {timeout_s} s; all said: {said}\n{told}")
             for end in ready:
                 rank = open_ends[end]  # type: ignore[index]
                 try:
