@@ -115,6 +115,7 @@ class Catalog:
         record = RunRecord(run_id=run_id or secrets.token_hex(8), created_at=self._clock.wall_iso(), made_by=made_by())
         try:
             self.tier.size(RUN)
+            self.tier.settle("")  # who made it may have died before it was durable
             return self.open_run()
         except NotFoundError:
             self.tier.probe()  # a store that replaces what is there must be found out before the first checkpoint

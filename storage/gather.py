@@ -8,6 +8,7 @@ listing to be right.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -141,15 +142,15 @@ class RunWriter:
             self._changed.notify()
 
     def fail(self, step: int, rank: int, error: Error) -> None:
-        """A local rank could not write: the step can't be committed, its other ranks are told at once."""
+        """A local rank will not write: the step can't be committed, its other ranks are told at once."""
         with self._changed:
             known = self._pending.pop(step, None)
-            if known is not None:
-                self._failed[step] = _Failed(error, known.ranks | {rank})
-                for old in sorted(self._failed)[:-_FAILED_MAX]:
-                    del self._failed[old]
+            self._failed[step] = _Failed(error, (known.ranks if known else set()) | {rank})
+            for old in sorted(self._failed)[:-_FAILED_MAX]:
+                del self._failed[old]
         if known is not None:
             self._notify(Notice(step=step, error=error))
+        self._abandon(step, error)
 
     def idle(self) -> bool:
         """Whether nothing is left to do for anybody."""
@@ -204,6 +205,8 @@ class RunWriter:
                     self._commit(step, pending)
             elif self._is_committed(step):
                 self._finish(step, None)
+            elif self._is_abandoned(step):
+                self._finish(step, _given_up(step))
         self._check_fence()
 
     def _fetch_missing(self, step: int, pending: _Pending) -> None:
@@ -214,9 +217,14 @@ class RunWriter:
             for rank in range(self.attempt.world_size)
             if rank not in pending.receipts and rank not in self._ranks
         }
-        if missing:
-            for name, data in self.tier.read_many(missing).items():
+        if not missing:
+            return
+        marker = folder + layout.ABANDONED
+        for name, data in self.tier.read_many([*missing, marker]).items():
+            if name != marker:
                 pending.receipts[missing[name]] = data
+            elif len(pending.receipts) < self.attempt.world_size:
+                self._finish(step, _given_up(step))
 
     def _commit(self, step: int, pending: _Pending) -> None:
         facts = {"step": step, "incarnation": self.attempt.incarnation}
@@ -235,6 +243,7 @@ class RunWriter:
             )
         except Error as error:
             self._finish(step, error)
+            self._abandon(step, error)
             return
         for rank, pid in self._ranks.items():
             faultpoint("committed", rank=rank, pid=pid, **facts)
@@ -246,7 +255,22 @@ class RunWriter:
             self.tier.size(layout.commit_name(CommitId(step, self.attempt.incarnation)))
         except NotFoundError:
             return False
+        self.tier.settle(layout.COMMITS)  # it can be seen before it is safe
         return True
+
+    def _is_abandoned(self, step: int) -> bool:
+        try:
+            self.tier.size(self.attempt.folder(step) + layout.ABANDONED)
+        except NotFoundError:
+            return False
+        return True
+
+    def _abandon(self, step: int, error: Error) -> None:
+        """Leave word for other nodes that this step will not be committed: they would wait for it until a later one."""
+        if len(self._ranks) == self.attempt.world_size:
+            return  # everybody is here and has been told
+        with contextlib.suppress(StorageError):  # nothing but patience is lost, and the store may be what failed
+            self.tier.create(self.attempt.folder(step) + layout.ABANDONED, error.what.encode() + b"\n")
 
     def _finish(self, step: int, error: Error | None) -> None:
         """Tell of a step, and of older ones that a commit has overtaken."""
@@ -295,3 +319,7 @@ class RunWriter:
                 del self._pending[step]
         for step in orphans:
             _log.info("run %s: step %d is given up, its ranks are gone", self.attempt.url, step)
+
+
+def _given_up(step: int) -> PersistError:
+    return PersistError(f"step {step} can't be committed: a rank on another node skipped it or could not write it")

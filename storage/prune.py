@@ -9,13 +9,14 @@ which the next prune finds. Data folders are listed before commits, so one that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckptrt.errors import CorruptError, NotFoundError, StorageError, UsageError
 from ckptrt.storage.catalog import Catalog, CommitInfo
-from ckptrt.storage.layout import DATA, CommitId, commit_name, parse_data_dir
+from ckptrt.storage.layout import COMMITS, DATA, FENCES, CommitId, commit_name, parse_data_dir
 from ckptrt.storage.lineage import Lineage
+from ckptrt.storage.tiers.base import Entry
 
 __all__ = [
     "GRACE_S", "Kept", "PrunePlan", "PrunePolicy", "PruneResult", "Removal", "execute", "plan_prune", "prune_committed",
@@ -23,6 +24,7 @@ __all__ = [
 
 # Longer than any lease and any pause of a writer that still counts as alive.
 GRACE_S = 3600.0
+_WRITE_MAX_S = 60.0  # no record's own write takes longer; its temporary file may be that of a live one until then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,10 @@ class Removal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """All newest first. `waiting` is dead too, but younger than the grace time: a later prune takes it."""
+    """All newest first. `waiting` is dead too, but younger than the grace time: a later prune takes it.
+
+    unfinished: what interrupted writes left where all else stays, last touched before `unfinished_before_s`.
+    """
 
     rule: str
     newest_incarnation: int
@@ -81,14 +86,16 @@ class PrunePlan:
     commits: tuple[Removal, ...]
     folders: tuple[Removal, ...]
     waiting: tuple[Removal, ...]
+    unfinished: tuple[Entry, ...] = ()
+    unfinished_before_s: float = 0.0
 
     @property
     def freed_bytes(self) -> int:
-        return sum(folder.size_bytes for folder in self.folders)
+        return sum(f.size_bytes for f in self.folders) + sum(entry.size_bytes for entry in self.unfinished)
 
     @property
     def is_empty(self) -> bool:
-        return not self.commits and not self.folders
+        return not self.commits and not self.folders and not self.unfinished
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +127,10 @@ def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> PrunePlan
             kept[commit] = "off the path, but younger than the grace time"
         else:
             commits.append(Removal(name=commit_name(commit), id=commit, reason=reason))
-    dead, waiting = _sort_folders(catalog, policy, lineage, folders, kept, {commit.id for commit in commits}, ages)
+    needed = _needed_folders(catalog, kept, folders)
+    removed = {commit.id for commit in commits}
+    dead, waiting = _sort_folders(policy, lineage, folders, kept, removed, needed, ages)
+    before_s = now_s - max(policy.grace_s, _WRITE_MAX_S)
     return PrunePlan(
         rule=str(policy),
         newest_incarnation=_newest(lineage),
@@ -128,6 +138,8 @@ def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> PrunePlan
         commits=_newest_first(commits),
         folders=_newest_first(dead),
         waiting=_newest_first(waiting),
+        unfinished=() if policy.overtaken_only else tuple(_unfinished(catalog, needed, before_s)),
+        unfinished_before_s=before_s,
     )
 
 
@@ -147,8 +159,12 @@ def execute(catalog: Catalog, plan: PrunePlan) -> PruneResult:
     for commit in plan.commits:
         _try(result, commit, catalog.tier.delete)
     # A record that could not be deleted may need any of the folders.
+    if plan.folders and not result.errors:
+        # An earlier prune may have been killed when a record was gone but could still come back.
+        catalog.tier.settle(COMMITS)
     for folder in plan.folders if not result.errors else ():
         _try(result, folder, catalog.tier.delete_prefix)
+    _sweep(catalog, plan, result)
     return result
 
 
@@ -162,6 +178,23 @@ def prune_committed(catalog: Catalog, keep_last: int) -> PruneResult:
     if result.errors:
         raise result.errors[0]
     return result
+
+
+def _sweep(catalog: Catalog, plan: PrunePlan, result: PruneResult) -> None:
+    for prefix in sorted({entry.name[: entry.name.rfind("/") + 1] for entry in plan.unfinished}):
+        try:
+            swept = catalog.tier.sweep(prefix, plan.unfinished_before_s)
+        except StorageError as error:
+            result.errors.append(error)
+        else:
+            result.deleted += [entry.name for entry in swept]
+            result.freed_bytes += sum(entry.size_bytes for entry in swept)
+
+
+def _unfinished(catalog: Catalog, needed: Collection[str], before_s: float) -> Iterator[Entry]:
+    """What interrupted writes left among records and in folders that stay, but not where data are in the making."""
+    for prefix in ("", FENCES, COMMITS, *sorted(needed)):
+        yield from catalog.tier.sweep(prefix, before_s, dry_run=True)
 
 
 def _try(result: PruneResult, removal: Removal, delete: Callable[[str], None]) -> None:
@@ -222,16 +255,15 @@ def _sort_commits(
 
 
 def _sort_folders(
-    catalog: Catalog,
     policy: PrunePolicy,
     lineage: Lineage,
     folders: Mapping[CommitId, Iterable[str]],
     kept: Collection[CommitId],
     removed: Collection[CommitId],
+    needed: Collection[str],
     ages: _Ages,
 ) -> tuple[list[Removal], list[Removal]]:
     """Dead data folders: those that go now, and those that are too young."""
-    needed = _needed_folders(catalog, kept, folders)
     dead: list[Removal] = []
     waiting: list[Removal] = []
     for commit, names in folders.items():

@@ -13,6 +13,7 @@ from ckptrt.errors import StorageError, TransientError, UsageError, VersionError
 from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.layout import CommitId, commit_name
 from ckptrt.storage.prune import PrunePlan, PrunePolicy, execute, plan_prune, prune_committed
+from ckptrt.storage.tiers.faulty import FaultyTier
 from ckptrt.storage.tiers.local import LocalTier
 from ckptrt.storage.tiers.memory import MemoryTier
 
@@ -141,7 +142,9 @@ def test_branches_go_after_the_grace_time(tier):
     run.save(40, 2)
     young = plan(run, 5, grace_s=60, in_s=30)
     assert young.is_empty
-    assert {kept.id: kept.reason for kept in young.kept}[CommitId(20, 1)] == "off the path, but younger than the grace time"
+    assert {kept.id: kept.reason for kept in young.kept}[
+        CommitId(20, 1)
+    ] == "off the path, but younger than the grace time"
     made = plan(run, 5, grace_s=60, in_s=90)
     assert [r.id for r in made.commits] == [r.id for r in made.folders] == [(30, 1), (20, 1)]
     execute(run.catalog, made)
@@ -363,3 +366,31 @@ def test_after_any_history_prune_leaves_the_good_ones_that_it_promised(happened,
     for name in folders(run):
         step, owner = int(name[6:15]), int(name[17:25])
         assert (step, owner) in ids or owner == incarnation
+
+
+def test_records_are_durably_gone_before_data_go_even_if_another_prune_removed_them(tier):
+    """A prune that was killed leaves a record that is gone and could come back: its data must not go before."""
+    run = make_run(FaultyTier(tier), [10, 20])
+    tier.delete(commit_name(CommitId(10, 1)))
+    made = plan(run, 1)
+    assert not made.commits and steps(made.folders) == [10]
+    run.tier.calls.clear()
+    execute(run.catalog, made)
+    methods = [call for call in run.tier.calls if call[0] in ("settle", "delete_prefix")]
+    assert methods == [("settle", "commits/"), ("delete_prefix", folder(10))]
+
+
+def test_what_interrupted_writes_left_goes_too_but_not_where_data_are_in_the_making(tmp_path):
+    run = make_run(LocalTier(str(tmp_path)), [10, 20])
+    run.write_data(30)
+    left = [f"{place}.tmp-0123" for place in ("", "fences/", "commits/", folder(20), folder(30))]
+    for name in left:
+        (tmp_path / name).write_bytes(b"12345")
+    assert not plan(run, 2, in_s=30.0).unfinished  # too young to be nobody's
+    assert not plan(run, 2, overtaken_only=True).unfinished  # a running job has no time for this
+    made = plan(run, 2)
+    assert [entry.name for entry in made.unfinished] == left[:-1] and made.freed_bytes == 20 and not made.is_empty
+    result = execute(run.catalog, made)
+    assert result.deleted == left[:-1][:1] + sorted(left[1:-1]) and result.freed_bytes == 20
+    assert not [name for name in left[:-1] if (tmp_path / name).exists()] and (tmp_path / left[-1]).exists()
+    assert plan(run, 2).is_empty

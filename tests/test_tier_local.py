@@ -537,3 +537,61 @@ def test_a_directory_without_the_right_to_write_is_an_access_error(tmp_path: Pat
     finally:
         os.seteuid(user)
         tmp_path.chmod(0o700)
+
+
+# --- what other processes left
+
+
+def test_a_name_that_is_taken_is_durable_when_the_error_says_so(tmp_path: Path) -> None:
+    """Its writer may have been killed before it could sync it, and who gets the error builds on what is there."""
+    LocalTier(str(tmp_path)).create("commits/x", b"1")
+    fs = WatchedFs()
+    with pytest.raises(ExistsError):
+        LocalTier(str(tmp_path), fs=fs).create("commits/x", b"1")
+    assert {(str(tmp_path / "commits"),), (str(tmp_path),)} <= {
+        args for method, args in fs.log if method == "fsync_dir"
+    }
+
+
+def test_a_folder_between_two_that_are_known_is_synced_too(tmp_path: Path) -> None:
+    """A process that made a folder and died leaves it to the next one, which puts another folder into it."""
+    (tmp_path / "run" / "data").mkdir(parents=True)
+    fs = WatchedFs()
+    LocalTier(str(tmp_path / "run"), fs=fs).create("data/s1/x", b"1")
+    before = fs.log[: [method for method, _ in fs.log].index("open")]
+    for folder in (tmp_path, tmp_path / "run", tmp_path / "run" / "data"):
+        assert ("fsync_dir", (str(folder),)) in before
+
+
+def test_folders_above_that_are_not_ours_to_open_do_not_stop_a_write(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    LocalTier(str(tmp_path), fs=failing("fsync_dir", errno.EACCES)).create("data/x", b"1")
+
+
+def test_settle_syncs_a_folder_and_its_name(tmp_path: Path) -> None:
+    LocalTier(str(tmp_path)).create("commits/x", b"1")
+    fs = WatchedFs()
+    LocalTier(str(tmp_path), fs=fs).settle("commits/")
+    assert fs.methods()[:2] == ["fsync_dir", "fsync_dir"]
+    assert [args[0] for method, args in fs.log if method == "fsync_dir"][:2] == [
+        str(tmp_path / "commits"),
+        str(tmp_path),
+    ]
+
+
+def test_sweep_removes_old_unfinished_files_and_nothing_else(tmp_path: Path) -> None:
+    tier = LocalTier(str(tmp_path))
+    tier.create("data/s1/x", b"1")
+    for folder in ("", "data/s1/"):
+        for name, when_s in (("old", 1000), ("young", 3000)):
+            path = tmp_path / folder / f".tmp-{name}"
+            path.write_bytes(b"12345")
+            os.utime(path, (when_s, when_s))
+    (tmp_path / ".tmp-folder").mkdir()
+    os.utime(tmp_path / ".tmp-folder", (0, 0))
+    assert [(e.name, e.size_bytes) for e in tier.sweep("data/s1/", 2000, dry_run=True)] == [("data/s1/.tmp-old", 5)]
+    assert (tmp_path / "data/s1/.tmp-old").exists()
+    assert [e.name for e in tier.sweep("data/s1/", 2000)] == ["data/s1/.tmp-old"]
+    assert sorted(leftovers(tmp_path)) == [".tmp-old", ".tmp-young", "data/s1/.tmp-young", "data/s1/x"]
+    assert [e.name for e in tier.sweep("", 2000)] == [".tmp-old"]
+    assert tier.sweep("none/", 2000) == []

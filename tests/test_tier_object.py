@@ -322,6 +322,17 @@ def test_delete_prefix_takes_uploads_left_by_a_crash_with_it(tier: ObjectTier, s
     assert uploads(s3_server) == []
 
 
+def test_sweep_ends_old_uploads_directly_below(tier: ObjectTier, s3_server: S3Server, run: str) -> None:
+    root = run.removeprefix(f"{s3_server.url}/")
+    for name in ("commits/x", "data/s1/x"):
+        s3_client(s3_server.endpoint).create_multipart_upload(Bucket=BUCKET, Key=f"{root}/{name}")
+    assert list(tier.sweep("commits/", 0.0)) == [] and list(tier.sweep("data/", 1e12)) == []
+    assert [entry.name for entry in tier.sweep("commits/", 1e12, dry_run=True)] == ["commits/x"]
+    assert [entry.name for entry in tier.sweep("commits/", 1e12)] == ["commits/x"]
+    assert uploads(s3_server) == [f"{root}/data/s1/x"]
+    tier.delete_prefix("data/")
+
+
 def test_parts_are_never_too_small_nor_too_many() -> None:
     for size_bytes in (1, 8 * MIB, 70 << 30, 5 << 40):
         part = part_size_bytes(size_bytes)

@@ -437,3 +437,12 @@ class TierConformance:
         assert tier.read_many([name]) == {}
         folder = name.rpartition("/")[0] + "/"
         assert name not in {entry.name for entry in tier.list(folder)}
+
+    # --- what others left
+
+    def test_settle_and_sweep_touch_no_object(self, tier: Tier) -> None:
+        tier.create("a/x", b"1")
+        for prefix in ("", "a/", "nothing/"):
+            tier.settle(prefix)
+            assert list(tier.sweep(prefix, 1e12, dry_run=True)) == list(tier.sweep(prefix, 1e12)) == []
+        assert tier.read("a/x") == b"1"

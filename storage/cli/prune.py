@@ -58,7 +58,7 @@ def command(
     if settings.is_json:
         _output.print_json(_document(url, plan, result))
     elif result is not None:
-        total = len(plan.commits) + len(plan.folders)
+        total = len(plan.commits) + len(plan.folders) + len(plan.unfinished)
         done = _total(plan) if len(result.deleted) == total else f"{len(result.deleted)} of {total} things"
         click.echo(f"removed    {done}, {_output.size(result.freed_bytes)} freed")
     elif dry_run:
@@ -81,7 +81,8 @@ def _confirmed(plan: PrunePlan) -> bool:
 
 def _total(plan: PrunePlan) -> str:
     commits, folders = len(plan.commits), len(plan.folders)
-    return f"{_output.count(commits, 'commit')} and {_output.count(folders, 'data folder')}"
+    unfinished = f" and {_output.count(len(plan.unfinished), 'unfinished file')}" if plan.unfinished else ""
+    return f"{_output.count(commits, 'commit')} and {_output.count(folders, 'data folder')}{unfinished}"
 
 
 def _print_plan(plan: PrunePlan) -> None:
@@ -95,6 +96,9 @@ def _print_plan(plan: PrunePlan) -> None:
             rows.append((word, str(commit.step), str(commit.incarnation), size, parts[0].reason))
     if rows:
         _output.print_table(("DO", "STEP", "INCARNATION", "SIZE", "WHY"), rows, right=(1, 2, 3))
+    if plan.unfinished:
+        left = _output.size(sum(entry.size_bytes for entry in plan.unfinished))
+        click.echo(f"remove     {_output.count(len(plan.unfinished), 'unfinished file')} of interrupted writes, {left}")
     click.echo(f"rule       {plan.rule}")
     click.echo(f"frees      {_output.size(plan.freed_bytes)}")
     if plan.waiting:
@@ -110,6 +114,7 @@ def _document(url: str, plan: PrunePlan, result: PruneResult | None) -> dict[str
         "commits": [_as_json(removal) for removal in plan.commits],
         "folders": [_as_json(removal) for removal in plan.folders],
         "waiting": [_as_json(removal) for removal in plan.waiting],
+        "unfinished": [{"name": entry.name, "size_bytes": entry.size_bytes} for entry in plan.unfinished],
         "freed_bytes": plan.freed_bytes if result is None else result.freed_bytes,
         "deleted": None if result is None else result.deleted,
         "errors": [] if result is None else [error.what for error in result.errors],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -29,7 +29,8 @@ class Tier(Protocol):
     - Names are relative, '/'-separated, never start with '/', and hold no '.' or '..' part (UsageError).
     - A write is durable when the call returns: contents and name survive a power cut.
     - `create` and `write` never replace: of any number of concurrent writers of a name exactly one succeeds and
-      the others get ExistsError. Nobody ever sees a part of an object. A failed call leaves no object of that name
+      the others get ExistsError, and then what is there is durable, whoever wrote it. Nobody ever sees a part of an
+      object. A failed call leaves no object of that name
       (or, for `create` on a network, raises TransientError only if it can't tell).
     - Every error is one of ckptrt.errors.StorageError and says the tier's url and the name.
     - Methods may be called from several threads. An instance is not usable in a forked child.
@@ -75,6 +76,22 @@ class Tier(Protocol):
 
     def delete_prefix(self, prefix: str) -> None:
         """Remove everything below a prefix that ends in a slash, and the folder; may be repeated after a crash."""
+        ...
+
+    def settle(self, prefix: str) -> None:
+        """Make durable which names are to be seen directly below a prefix, whoever added or removed them.
+
+        For who is about to build on another process's work: that one may have died, or not yet be done, between a
+        change and its becoming durable. No error if nothing is there.
+        """
+        ...
+
+    def sweep(self, prefix: str, before_s: float, *, dry_run: bool = False) -> Sequence[Entry]:
+        """Remove what interrupted writes left directly below a prefix, and say what that was.
+
+        Only what nobody has touched since `before_s` (seconds since 1970): it may be the work of a writer that lives.
+        Listings never show any of it, and nothing else is removed. dry_run: remove nothing.
+        """
         ...
 
     def probe(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -87,6 +87,12 @@ class FaultyTier:
 
     def delete_prefix(self, prefix: str) -> None:
         self._call("delete_prefix", [prefix], lambda: self.tier.delete_prefix(prefix))
+
+    def settle(self, prefix: str) -> None:
+        self._call("settle", [prefix], lambda: self.tier.settle(prefix))
+
+    def sweep(self, prefix: str, before_s: float, *, dry_run: bool = False) -> Sequence[Entry]:
+        return self._call("sweep", [prefix], lambda: self.tier.sweep(prefix, before_s, dry_run=dry_run))
 
     def probe(self) -> None:
         self._call("probe", [], self.tier.probe)

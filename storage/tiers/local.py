@@ -12,7 +12,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from urllib.parse import unquote, urlsplit
 
@@ -70,13 +70,15 @@ class LocalTier:
         path = self._path(name)
         counted = CountedPieces(pieces, size_bytes, self.url, name)
         with self._errors(name, "write"):
-            if self._exists(path):
-                raise exists_error(self.url, name)
             folder = os.path.dirname(path)
+            if self._exists(path):
+                self._settle(folder)
+                raise exists_error(self.url, name)
             temp, fd = self._open_temp(folder)
             try:
                 FileWriter(self._fs, fd, size_bytes).write_all(counted)
                 if not self._link(temp, path):
+                    self._settle(folder)
                     raise exists_error(self.url, name)
             finally:
                 self._unlink(temp)
@@ -120,22 +122,42 @@ class LocalTier:
         return True
 
     def _make_dirs(self, folder: str) -> None:
-        """Make a folder and those above it, each durable before anything is put into it.
-
-        Whoever puts a name into a folder has made sure of that folder first, so for a folder that is there
-        already (another process may have made it just now) only its own name is left to sync.
-        """
+        """Make a folder and those above it, each durable before anything is put into it."""
         with self._lock:
             if folder in self._durable_dirs:
                 return
-        made = self._mkdir(folder)
-        try:
+        if self._mkdir(folder):
             self._sync_dir(os.path.dirname(folder))
-        except PermissionError:
-            if made:
-                raise  # else the folder above isn't ours to open, and neither was it we who changed it
+            self._vouch(os.path.dirname(folder))
+        else:
+            self._vouch(folder)
         with self._lock:
             self._durable_dirs.add(folder)
+
+    def _settle(self, folder: str) -> None:
+        """Make durable what another process has put into a folder, and the folder."""
+        self._sync_dir(folder)
+        self._vouch(folder)
+
+    def _vouch(self, folder: str) -> None:
+        """Make the name of a folder durable that was there already, and those of all folders above it.
+
+        Another process may have made any of them, and have died before it could sync them.
+        """
+        while True:
+            above = os.path.dirname(folder)
+            with self._lock:
+                if folder in self._durable_dirs:
+                    return
+            if self._fs.stat(above).st_dev != self._fs.stat(folder).st_dev or above == folder:
+                return  # a mount point: nothing that a job does can lose its name
+            try:
+                self._sync_dir(above)
+            except PermissionError:
+                return  # not ours to open, so it isn't one of our jobs either that has changed it
+            with self._lock:
+                self._durable_dirs.add(folder)
+            folder = above
 
     def _mkdir(self, folder: str) -> bool:
         """Make one folder, after those above it; False if it is there."""
@@ -294,6 +316,37 @@ class LocalTier:
                     self._fs.unlink(item.path)
         with suppress(FileNotFoundError):
             self._fs.rmdir(folder)
+
+    def settle(self, prefix: str) -> None:
+        folder = self._path(check_prefix(self.url, prefix)[:-1]) if prefix else self.root
+        with self._errors(prefix, "sync"):
+            try:
+                self._settle(folder)
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
+
+    def sweep(self, prefix: str, before_s: float, *, dry_run: bool = False) -> Sequence[Entry]:
+        folder = self._path(check_prefix(self.url, prefix)[:-1]) if prefix else self.root
+        found = []
+        with self._errors(prefix, "sweep", writing=False):
+            try:
+                items = [item for item in self._fs.scandir(folder) if item.name.startswith(TEMP)]
+            except OSError as error:
+                if error.errno in _ABSENT:
+                    return []
+                raise
+            if items:
+                self._check_inside(f"{folder}/{items[0].name}")
+            for item in items:
+                entry = self._entry(prefix, item)
+                if entry is None or entry.is_folder or entry.modified_s >= before_s:
+                    continue
+                found.append(entry)
+                if not dry_run:
+                    with suppress(FileNotFoundError):
+                        self._fs.unlink(item.path)
+        return found
 
     def _check_inside(self, path: str) -> None:
         """Refuse to delete through a symbolic link that leads out of the root."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckptrt.storage.tiers.base import Entry
@@ -86,6 +86,14 @@ class MemoryTier:
         with self._bucket.lock:
             for key in [key for key in self._bucket.objects if key.startswith(base)]:
                 del self._bucket.objects[key]
+
+    def settle(self, prefix: str) -> None:
+        """What is seen is as durable as it gets."""
+
+    def sweep(self, prefix: str, before_s: float, *, dry_run: bool = False) -> Sequence[Entry]:
+        """Nothing is ever half written."""
+        check_prefix(self.url, prefix)
+        return []
 
     def probe(self) -> None:
         """Nothing to prove."""

@@ -11,9 +11,9 @@ import io
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
 
@@ -265,17 +265,43 @@ class ObjectTier:
         cause.response = {"Error": fault}  # type: ignore[attr-defined]
         return from_s3_error(cause, self.url, str(fault.get("Key", ""))[len(self._root) :], "delete")
 
+    def settle(self, prefix: str) -> None:
+        """An object is durable as soon as anybody can see it."""
+
+    def sweep(self, prefix: str, before_s: float, *, dry_run: bool = False) -> Sequence[Entry]:
+        """End uploads that were begun before then and never completed."""
+        check_prefix(self.url, prefix)
+        found = []
+        with self._uploads_are_optional(prefix):
+            for upload in self._uploads(prefix):
+                name, begun_s = str(upload["Key"])[len(self._root) :], upload["Initiated"].timestamp()
+                if "/" in name[len(prefix) :] or begun_s >= before_s:
+                    continue
+                found.append(Entry(name=name, modified_s=begun_s))
+                if not dry_run:
+                    self._abort(name, upload["UploadId"])
+        return found
+
     def _abort_uploads(self, prefix: str) -> None:
+        with self._uploads_are_optional(prefix):
+            for upload in self._uploads(prefix):
+                self._abort(str(upload["Key"])[len(self._root) :], upload["UploadId"])
+
+    def _uploads(self, prefix: str) -> Sequence[dict[str, Any]]:
+        found = self._client.call_bucket(
+            "list_multipart_uploads", prefix, "list the uploads of", Prefix=self._root + prefix
+        )
+        uploads: Sequence[dict[str, Any]] = found.get("Uploads", [])
+        return uploads
+
+    def _abort(self, name: str, upload_id: str) -> None:
+        with suppress(NotFoundError):
+            self._client.call("abort_multipart_upload", name, "abort the upload of", UploadId=upload_id)
+
+    @contextmanager
+    def _uploads_are_optional(self, prefix: str) -> Iterator[None]:
         try:
-            found = self._client.call_bucket(
-                "list_multipart_uploads", prefix, "list the uploads of", Prefix=self._root + prefix
-            )
-            for upload in found.get("Uploads", []):
-                name = str(upload["Key"])[len(self._root) :]
-                with suppress(NotFoundError):
-                    self._client.call(
-                        "abort_multipart_upload", name, "abort the upload of", UploadId=upload["UploadId"]
-                    )
+            yield
         except TransientError:
             raise
         except StorageError as error:  # not every store or key allows this; the objects can be deleted all the same

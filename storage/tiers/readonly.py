@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NoReturn
@@ -87,6 +87,12 @@ class ReadOnlyTier:
         self._refuse("deleted from")
 
     def delete_prefix(self, prefix: str) -> None:
+        self._refuse("deleted from")
+
+    def settle(self, prefix: str) -> None:
+        """Who only reads builds nothing on what is there."""
+
+    def sweep(self, prefix: str, before_s: float, *, dry_run: bool = False) -> Sequence[Entry]:
         self._refuse("deleted from")
 
     def probe(self) -> None:

@@ -83,6 +83,12 @@ class RetryTier:
     def delete_prefix(self, prefix: str) -> None:
         self._retry("delete_prefix", prefix, lambda: self.tier.delete_prefix(prefix))
 
+    def settle(self, prefix: str) -> None:
+        self._retry("settle", prefix, lambda: self.tier.settle(prefix))
+
+    def sweep(self, prefix: str, before_s: float, *, dry_run: bool = False) -> Sequence[Entry]:
+        return self._retry("sweep", prefix, lambda: self.tier.sweep(prefix, before_s, dry_run=dry_run))
+
     def probe(self) -> None:
         self._retry("probe", "", self.tier.probe)
 
