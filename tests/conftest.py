@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["support_worlds"]  # its ranks are started once for all modules
+
 # Helpers of multiprocessing that live as long as the interpreter.
 _LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _leaked: list[str] = []

@@ -39,8 +39,8 @@ class Model(nn.Module):
         return self.head(hidden).square().sum() + extra
 
 
-def build(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model: nn.Module = Model(seed)
+def build(layout: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    model: Any = Model(seed)
     if layout in ("fsdp", "hsdp"):
         size = dist.get_world_size()
         shape, names = ((2, size // 2), ("replica", "shard")) if layout == "hsdp" else ((size,), ("shard",))
@@ -49,7 +49,7 @@ def build(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         fully_shard(model, mesh=mesh)
     elif layout == "ddp":
         model = DistributedDataParallel(model)
-    parameters = list(model.parameters())
+    parameters: list[Any] = list(model.parameters())
     optimizer = torch.optim.AdamW([{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}], lr=0.25)
     return model, optimizer
 

@@ -23,7 +23,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def net(seed: int = 0, bias: bool = True) -> nn.Sequential:
+def net(seed: int = 0, bias: bool = True) -> Any:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 5, bias=bias), nn.BatchNorm1d(5), nn.Linear(5, 3))
 
@@ -39,7 +39,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: 
             loss.backward()
             return loss
 
-        optimizer.step(closure)  # type: ignore[call-overload]
+        optimizer.step(closure)  # type: ignore[arg-type]
 
 
 def same_module(a: nn.Module, b: nn.Module) -> bool:
@@ -124,7 +124,8 @@ class WithExtras(nn.Module):
 
 
 def test_extra_state_and_buffers_come_back_and_non_persistent_buffers_are_left_alone():
-    saved, live = WithExtras(3), WithExtras(4)
+    saved: Any = WithExtras(3)
+    live: Any = WithExtras(4)
     weight = live.weight
     with snapshot({"model": saved}) as taken:
         taken.load({"model": live})
@@ -174,14 +175,14 @@ def test_expanded_and_conjugated_tensors_are_stored_by_value():
 
 
 def test_a_buffer_whose_elements_share_memory_is_refused_before_anything_is_loaded():
-    saved, live = nn.Module(), nn.Module()
+    saved = nn.Module()
+    live: Any = nn.Module()
     saved.register_buffer("first", torch.ones(2))
     live.register_buffer("first", torch.zeros(2))
     saved.register_buffer("wide", torch.arange(6.0).view(3, 2))
     live.register_buffer("wide", torch.zeros(1, 2).expand(3, 2))
-    with snapshot({"model": saved}) as taken:
-        with pytest.raises(MismatchError, match=r"model\.wide"):
-            taken.load({"model": live})
+    with snapshot({"model": saved}) as taken, pytest.raises(MismatchError, match=r"model\.wide"):
+        taken.load({"model": live})
     assert live.first.tolist() == [0.0, 0.0]
 
 
@@ -212,7 +213,8 @@ def test_a_tensor_that_cannot_be_stored_is_refused_by_name(where, word):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if where == "module":
         model[0].register_buffer("odd", tensor)
-        state, name = {"model": model}, "model.0.odd"
+        state: dict[str, Any] = {"model": model}
+        name = "model.0.odd"
     elif where == "dict":
         state, name = {"loop": {"a": [tensor]}}, "loop.a.0"
     else:
@@ -269,14 +271,15 @@ def test_a_meta_model_is_told_to_materialise():
 
 
 def test_state_that_makes_no_sense_is_refused_at_once():
-    for state, word in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"x": 3}, "'x' is a int"),
         ({"rng": {}}, "'rng'"),
         ({"d": {"model": net(), "samples": 3}}, "'d' mixes"),
         ({"a": {"b": net()}, "a.b": net()}, r"a\.b"),
         ({"a": net(), "a.0": net()}, r"a\.0"),
         ({"m": nn.Linear}, "'m'"),
-    ]:
+    ]
+    for state, word in cases:
         with pytest.raises(UsageError, match=word):
             adapt(state, 0, 1, rng=True)
 
@@ -364,9 +367,9 @@ def test_state_of_frozen_parameters_stays():
     assert same_module(saved, live)
 
 
-def groups(model: nn.Sequential, backwards: bool, lrs: tuple[float, float] = (0.1, 0.2)) -> torch.optim.Optimizer:
-    first = {"params": list(model[0].parameters()), "lr": lrs[0], "weight_decay": 0.5}
-    second = {"params": [*model[1].parameters(), *model[2].parameters()], "lr": lrs[1]}
+def groups(model: Any, backwards: bool, lrs: tuple[float, float] = (0.1, 0.2)) -> torch.optim.Optimizer:
+    first: dict[str, Any] = {"params": list(model[0].parameters()), "lr": lrs[0], "weight_decay": 0.5}
+    second: dict[str, Any] = {"params": [*model[1].parameters(), *model[2].parameters()], "lr": lrs[1]}
     if backwards:
         second["params"].reverse()
     return torch.optim.AdamW([second, first] if backwards else [first, second])
@@ -425,13 +428,14 @@ def test_a_learning_rate_in_a_tensor_is_filled_in_place():
 
 def test_state_beside_the_parameters_comes_back_or_is_refused():
     model = net()
-    saved, live = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    optimizers: list[Any] = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    saved, live = optimizers
     saved.state["rounds"] = {"n": 3, "norm": torch.tensor([2.0])}
     with snapshot({"model": model, "optim": saved}) as taken:
         taken.load({"model": model, "optim": live})
     assert live.state["rounds"]["n"] == 3
     assert live.state["rounds"]["norm"].tolist() == [2.0]
-    saved.state[(1, 2)] = {"n": 3}  # type: ignore[index]
+    saved.state[(1, 2)] = {"n": 3}
     with pytest.raises(UsageError, match=r"optim.*\(1, 2\)"), snapshot({"model": model, "optim": saved}):
         pass
 
@@ -473,7 +477,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_every_scheduler_goes_on_where_it_was(kind):
     def step(state: dict[str, Any], times: int) -> list[float]:
-        seen = []
+        seen: list[float] = []
         for turn in range(times):
             train(state["model"], state["optim"], 1)
             state["scheduler"].step(*([float(turn)] if kind == "ReduceLROnPlateau" else []))
@@ -529,7 +533,7 @@ def test_a_new_rank_gets_generators_of_its_own_the_same_at_every_resume():
     torch.manual_seed(1)
     numpy.random.seed(1)
     with snapshot({"d": {}}, rng=True) as taken:
-        seen = []
+        seen: list[list[Any]] = []
         for _ in range(2):
             seen.append([])
             for rank in range(3):
@@ -571,13 +575,14 @@ def test_a_dict_stays_the_same_object_and_so_does_what_it_holds():
 
 
 def test_keys_that_look_alike_stay_apart():
-    saved = {
+    saved: dict[Any, Any] = {
         "a.b": torch.tensor([1.0]),
         "a": {"b": torch.tensor([2.0])},
         1: torch.tensor([3.0]),
         "1": torch.tensor([4.0]),
     }
-    for live in ({}, copy.deepcopy(saved), {"a": {"b": torch.zeros(1)}}):
+    lives: list[dict[Any, Any]] = [{}, copy.deepcopy(saved), {"a": {"b": torch.zeros(1)}}]
+    for live in lives:
         with snapshot({"d": saved}) as taken:
             taken.load({"d": live})
         assert (live["a.b"].item(), live["a"]["b"].item(), live[1].item(), live["1"].item()) == (1, 2, 3, 4)
@@ -629,7 +634,7 @@ def test_the_snapshot_does_not_change_with_the_state():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     train(model, optimizer, 2)
-    loop = {"t": torch.ones(3), "n": [1]}
+    loop: dict[str, Any] = {"t": torch.ones(3), "n": [1]}
     state = {"model": model, "optim": optimizer, "loop": loop}
     before = untouched(state)
     with snapshot(state) as taken:
@@ -649,3 +654,14 @@ def test_plain_state_is_each_ranks_own_and_goes_round_in_a_larger_world():
                 live: dict[str, Any] = {"w": torch.zeros(4)}
                 taken.load({"d": live}, rank, world_size)
                 assert (live["w"].tolist(), live["n"]) == ([rank % 2] * 4, rank % 2)
+
+
+def test_another_kind_of_optimizer_is_refused_and_left_alone():
+    model = torch.nn.Linear(3, 2)
+    saved = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    saved.step()
+    other = torch.optim.SGD(model.parameters(), lr=0.5)
+    with snapshot({"model": model, "optim": saved}) as kept, pytest.raises(MismatchError, match="saved AdamW, here SGD"):
+        kept.restore({"model": model, "optim": other})
+    assert other.param_groups[0]["lr"] == 0.5 and not other.state

@@ -351,6 +351,7 @@ def mapped_arenas() -> int:
 def parts(rank: FakeRank, step: int) -> Any:
     rank.stage(0, step)
     header = rank.view.header(0)
+    assert header is not None
     return header, rank.view.meta(0, header), rank.view.image(0, header.image_bytes)
 
 

@@ -10,7 +10,6 @@ import pytest
 import support_reshard
 import torch
 from safetensors import safe_open
-from support_worlds import worlds  # noqa: F401 a fixture
 
 from ckptrt.storage.catalog import open_catalog
 from ckptrt.storage.layout import DATA
@@ -22,7 +21,7 @@ CASES = [(size, layout) for size, layouts in support_reshard.LAYOUTS.items() for
 
 
 @pytest.fixture(scope="module")
-def saved(worlds, tmp_path_factory) -> dict[tuple[int, str], Path]:  # noqa: F811
+def saved(worlds, tmp_path_factory) -> dict[tuple[int, str], Path]:
     """One run for each world size and layout."""
     runs = {}
     for size, layout in CASES:
@@ -31,7 +30,7 @@ def saved(worlds, tmp_path_factory) -> dict[tuple[int, str], Path]:  # noqa: F81
     return runs
 
 
-def restored(worlds, run: Path, size: int, layout: str) -> None:  # noqa: F811
+def restored(worlds, run: Path, size: int, layout: str) -> None:
     saved_size = open_catalog(str(run)).commits()[0].record.world_size
     for rank, (differences, step, loop) in enumerate(worlds(size).run(support_reshard.restore, str(run), layout)):
         assert not differences, f"rank {rank}"
@@ -40,7 +39,7 @@ def restored(worlds, run: Path, size: int, layout: str) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("now", CASES, ids=lambda c: f"on-{c[1]}{c[0]}")
-def test_every_layout_is_restored_from_every_other(worlds, saved, now, tmp_path):  # noqa: F811
+def test_every_layout_is_restored_from_every_other(worlds, saved, now, tmp_path):
     for before, run in saved.items():
         copy = tmp_path / "-".join(map(str, before))
         shutil.copytree(run, copy)
@@ -120,7 +119,7 @@ def two_steps(rank: int, world_size: int, url: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
-def test_a_damaged_shard_is_named_and_all_ranks_fall_back_together(worlds, tmp_path, how):  # noqa: F811
+def test_a_damaged_shard_is_named_and_all_ranks_fall_back_together(worlds, tmp_path, how):
     run = tmp_path / "run"
     worlds(2).run(two_steps, str(run))
     path = damage(run, 1, how)
@@ -139,7 +138,7 @@ def test_a_damaged_shard_is_named_and_all_ranks_fall_back_together(worlds, tmp_p
         assert said.count("resume       step 1 ") == 1
 
 
-def test_a_run_without_any_whole_checkpoint_is_an_error_on_all_ranks(worlds, tmp_path):  # noqa: F811
+def test_a_run_without_any_whole_checkpoint_is_an_error_on_all_ranks(worlds, tmp_path):
     run = tmp_path / "run"
     worlds(2).run(support_reshard.save, str(run), "fsdp")
     damage(run, 0, "flip")
@@ -195,7 +194,7 @@ class Crashing:
     ("crash", ["rank 1", "ZeroDivisionError", "in the user's state_dict"]),
     ("crash-late", ["rank 1", "ZeroDivisionError", "in the user's load_state_dict"]),
 ])  # fmt: skip
-def test_what_fails_on_one_rank_is_an_error_on_all_and_no_hang(worlds, saved, tmp_path, odd, words):  # noqa: F811
+def test_what_fails_on_one_rank_is_an_error_on_all_and_no_hang(worlds, saved, tmp_path, odd, words):
     run = tmp_path / "run"
     shutil.copytree(saved[2, "fsdp"], run)
     errors = worlds(2).run(restore_error, str(run), "fsdp", odd, timeout_s=20)
@@ -207,7 +206,7 @@ def test_what_fails_on_one_rank_is_an_error_on_all_and_no_hang(worlds, saved, tm
 
 
 def buffers_under_ddp(rank: int, world_size: int, url: str, broadcast: bool) -> list[float]:
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    model: Any = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
     wrapped = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=broadcast)
     with support_reshard.ckptrt.init(url, model=wrapped, rng=False) as rt:
         if rt.restore() is None:
@@ -220,7 +219,7 @@ def buffers_under_ddp(rank: int, world_size: int, url: str, broadcast: bool) -> 
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_buffers_under_ddp_are_those_that_the_next_forward_would_use(worlds, tmp_path, broadcast):  # noqa: F811
+def test_buffers_under_ddp_are_those_that_the_next_forward_would_use(worlds, tmp_path, broadcast):
     url = str(tmp_path / "run")
     worlds(2).run(buffers_under_ddp, url, broadcast)
     found = worlds(2).run(buffers_under_ddp, url, broadcast)
@@ -247,7 +246,7 @@ def wait_until_written(url: str, step: int, rank: int) -> None:
         time.sleep(0.01)
 
 
-def test_ranks_that_skip_different_steps_do_not_block_each_other(worlds, tmp_path):  # noqa: F811
+def test_ranks_that_skip_different_steps_do_not_block_each_other(worlds, tmp_path):
     assert worlds(2).run(skipping, str(tmp_path / "run"), timeout_s=40) == [(5, 2), (5, 2)]
 
 
@@ -261,7 +260,7 @@ def rng_of(rank: int, world_size: int, url: str) -> tuple[float, float]:
         return torch.rand(()).item(), torch.rand(()).item()
 
 
-def test_generators_are_each_ranks_own_and_new_ranks_get_their_own(worlds, tmp_path):  # noqa: F811
+def test_generators_are_each_ranks_own_and_new_ranks_get_their_own(worlds, tmp_path):
     url = str(tmp_path / "run")
     saved = worlds(2).run(rng_of, url)
     shutil.copytree(url, tmp_path / "more")
@@ -292,7 +291,8 @@ def not_as_chunked(rank: int, world_size: int, url: str) -> str:
         return "" if error is None else str(error)
 
 
-def test_shards_of_uneven_from_local_are_refused_by_name(worlds, tmp_path):  # noqa: F811
+def test_shards_of_uneven_from_local_are_refused_by_name(worlds, tmp_path):
     errors = worlds(2).run(not_as_chunked, str(tmp_path / "run"))
     assert "'loop.odd' is float32 (6, 2) on rank 0 but float32 (2, 2) on rank 1" in errors[0]
-    assert "committed before all ranks had written" in errors[1]
+    # The other rank hears that it was given up, or that the next save has overtaken it, whichever comes first.
+    assert "can't be committed" in errors[1] or "committed before all ranks had written" in errors[1]

@@ -1,4 +1,4 @@
-"""Bad input and bad luck: a clear error that says what, where, whether data is safe and what to do, and nothing lost."""
+"""Bad input and bad luck: a clear error (what, where, whether data is safe, what to do), and nothing is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 import support_reshard
 import torch
 from support_s3 import S3Server, free_port, weed_binary
-from support_worlds import worlds  # noqa: F401 a fixture
 
 import ckptrt
 from ckptrt.errors import AccessError, BusyError, CorruptError, FencedError, TransientError, VersionError
@@ -232,9 +231,9 @@ def test_a_run_of_a_newer_format_is_refused_and_left_alone(tmp_path, which):
     newer(Path(url, names[which]))
     before = files(url)
     loop: dict[str, Any] = {"n": -1}
-    with pytest.raises(VersionError, match=r"written in format 2\.0; this one reads up to 1\.x") as caught:
-        with ckptrt.init(url, loop=loop) as rt:
-            rt.restore()
+    refused = pytest.raises(VersionError, match=r"written in format 2\.0; this one reads up to 1\.x")
+    with refused as caught, ckptrt.init(url, loop=loop) as rt:
+        rt.restore()
     assert "install a newer ckptrt" in str(caught.value)
     assert loop == {"n": -1}
     assert files(url) == before
@@ -245,11 +244,11 @@ def test_a_run_of_a_newer_format_is_refused_and_left_alone(tmp_path, which):
 
 def test_a_second_job_on_a_run_is_told_who_holds_it(tmp_path):
     url = str(tmp_path / "run")
-    holder = subprocess.Popen(
-        [sys.executable, "-c", f"from ckptrt.storage.runlock import hold_run; h = hold_run({url!r}); print('held', flush=True); input()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )  # fmt: skip
+    program = (
+        f"from ckptrt.storage.runlock import hold_run\nhold = hold_run({url!r})\nprint('held', flush=True)\ninput()\n"
+    )
+    command = [sys.executable, "-c", program]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"
     try:
@@ -290,7 +289,7 @@ def test_an_endpoint_that_is_down_at_the_start_is_tried_for_a_while_and_then_an_
 def test_a_checkpoint_in_object_storage_is_restored_by_another_world_with_an_empty_disk(
     worlds,
     server,
-    tmp_path,  # noqa: F811
+    tmp_path,
 ):
     url = f"{server.url}/reshard"
     worlds(2).run(support_reshard.save, url, "fsdp", server.options)

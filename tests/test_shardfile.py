@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -16,7 +17,14 @@ from support_state import bits, snapshot
 
 from ckptrt.errors import UsageError
 from ckptrt.storage.shardfile import (
-    CHUNK_BYTES, PAGE_BYTES, TensorSpec, chunk_digests, item_bytes, lay_out, tensor_bytes, tensor_name,
+    CHUNK_BYTES,
+    PAGE_BYTES,
+    TensorSpec,
+    chunk_digests,
+    item_bytes,
+    lay_out,
+    tensor_bytes,
+    tensor_name,
 )  # fmt: skip
 
 DTYPES = [
@@ -59,12 +67,12 @@ def test_every_layout_is_a_safetensors_file(tmp_path_factory, specs, object_size
                 assert (str(found.dtype), tuple(found.shape)) == (f"torch.{record.dtype}", record.sizes)
             else:
                 assert (found.dtype, found.numel()) == (torch.uint8, len(raw))
-        for record in layout.objects:
-            raw = bytes(image[record.start : record.start + record.size_bytes])
-            assert bits(file.get_tensor(f"object/{record.key}")) == raw
+        for data in layout.objects:
+            raw = bytes(image[data.start : data.start + data.size_bytes])
+            assert bits(file.get_tensor(f"object/{data.key}")) == raw
     ends = sorted((r.start, r.start + tensor_bytes(r)) for r in layout.tensors)
     ends += [(r.start, r.start + r.size_bytes) for r in layout.objects]
-    assert all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False)), "no holes and no overlaps"
+    assert all(a[1] == b[0] for a, b in pairwise(ends)), "no holes and no overlaps"
     assert [layout.tensors[i].key for i in range(len(specs))] == [specs[i].key for i in layout.order]
 
 

@@ -277,7 +277,7 @@ def test_memory_that_cannot_be_had_is_a_clear_error_and_leaves_the_arena_as_it_w
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(NoSpaceError, match="rank 1: no .* MiB of shared memory"):
+    with pytest.raises(NoSpaceError, match=r"rank 1: no .* MiB of shared memory"):
         arena.ensure(8 << 20, 10)
     assert len(os.listdir("/proc/self/fd")) == before
     assert not arena.ensure(100, 10)
