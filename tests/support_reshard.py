@@ -50,8 +50,8 @@ def build(layout: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     elif layout == "ddp":
         model = DistributedDataParallel(model)
     parameters: list[Any] = list(model.parameters())
-    optimizer = torch.optim.AdamW([{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}], lr=0.25)
-    return model, optimizer
+    groups: list[dict[str, Any]] = [{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}]
+    return model, torch.optim.AdamW(groups, lr=0.25)
 
 
 def value(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
