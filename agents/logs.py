@@ -95,7 +95,8 @@ class SetLogs:
 
 
 def _one_line(text: str) -> str:
-    text = " ".join(text.split())
+    """The first line of a message; what follows is in the log."""
+    text = " ".join(text.strip().partition("\n")[0].split())
     return text if len(text) <= _LINE_MAX else text[: _LINE_MAX - 1] + "…"
 
 

@@ -38,12 +38,13 @@ def failure_lines(verdict: Verdict, *, step: int | None, tail: Sequence[str], lo
     """The block that says what failed and what only fell with it. tail: the culprit's stderr, if nobody saw it yet."""
     cause = verdict.cause
     after = f" · after step {step}" if step is not None else ""
-    rows = [f"rank {cause.rank} · {describe_code(cause.code)}{after} · {_reason(cause)}"]
+    code = "" if cause.by_us else f" · {describe_code(cause.code)}"  # a status that we gave it says nothing
+    rows = [f"rank {cause.rank}{code}{after} · {_reason(cause)}"]
     for other in verdict.consequences:
         if other.code < 0 and not other.by_us:
             rows.append(f"rank {other.rank} was killed as well: {describe_code(other.code)}")
         else:
-            code = "" if other.by_us else f"{describe_code(other.code)} "  # a status that we gave it says nothing
+            code = "" if other.by_us else f"{describe_code(other.code)} "
             rows.append(f"rank {other.rank} failed after it (not a cause): {code}{other.error}".rstrip())
     if verdict.stopped:
         stopped = [other.rank for other in verdict.stopped]

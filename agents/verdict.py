@@ -97,4 +97,6 @@ def _fingerprint(exit_: Exit) -> str:
         return name if name in _OWN_FAULT else ""
     if _is_consequence(exit_):
         return ""
-    return f"{describe_code(exit_.code)}: {_VARYING.sub('#', exit_.error)}"
+    error = _VARYING.sub("#", exit_.error)
+    # With its own exception noted, the code may be that of the signal by which it was stopped while it was still exiting.
+    return error if exit_.error_at_s is not None else f"{describe_code(exit_.code)}: {error}"

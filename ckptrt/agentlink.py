@@ -51,7 +51,7 @@ class AgentLink:
         """Say that a step is committed: what the supervisor counts as progress."""
         self.tell({"op": "committed", "step": step})
 
-    def phase(self, name: str, step: int) -> None:
+    def phase(self, name: str, step: int | None = None) -> None:
         """Say what this worker has reached, for the account of a recovery."""
         self.tell({"op": "phase", "name": name, "at_s": time.monotonic(), "step": step})
 

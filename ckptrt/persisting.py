@@ -109,6 +109,12 @@ class PersisterLink:
                     self._channel.send({"op": "submit", "step": step, "slot": slot, "again": False}, (fd,))
             self._handed_over.set()
 
+    def skip(self, step: int) -> None:
+        """Say that this rank has no snapshot of a step, so that no other rank waits for it."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._channel is not None:
+                self._channel.send({"op": "skip", "step": step})
+
     def close(self) -> None:
         """Hang up. What was handed over is still written."""
         with self._lock:

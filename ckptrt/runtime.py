@@ -6,12 +6,16 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED
 from concurrent.futures import TimeoutError as FutureTimeoutError  # Python 3.10 has a class of its own
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
 from ckptrt import say
 from ckptrt.adapters import adapt
+from ckptrt.adapters.tree import TreeAdapter
 from ckptrt.agentlink import AgentLink
 from ckptrt.arena import Arena
 from ckptrt.env import DIR, WorkerEnv
@@ -29,6 +33,7 @@ from ckptrt.wire import Message
 __all__ = ["Runtime", "init"]
 
 OnError = Literal["warn", "raise"]
+WhenBusy = Literal["skip", "wait"]
 
 _COMMIT_LINE_EVERY_S = 5.0
 _CLOSE_TIMEOUT_S = 120.0  # a rank elsewhere may have failed to write and can't say so
@@ -42,6 +47,7 @@ def init(
     keep: int | None = None,
     rng: bool = True,
     on_error: OnError = "warn",
+    when_busy: WhenBusy = "skip",
     storage_options: Mapping[str, Any] | None = None,
     **state: Any,
 ) -> Runtime:
@@ -53,6 +59,7 @@ def init(
     rng: whether the state of the random generators is a part of the checkpoint.
     on_error: what a failed save does to the training: "warn" prints and counts it, "raise" raises it at the next
     step(). A job whose run was taken over by another one gets FencedError at the next step() in any case.
+    when_busy: what a save does while both slots are still being written: "skip" counts and tells it, "wait" waits.
     storage_options: options of the URL's file system, as for fsspec.
     state: what is saved, by name: modules, optimizers, anything with state_dict/load_state_dict, and dicts.
     Raises UsageError for state that can't be saved, BusyError if another job holds the run, StorageError if the
@@ -71,7 +78,18 @@ def init(
             "ckptrt.init() was given no state", hint="pass model=..., optim=... and what else must come back"
         )
     url = str(url) if "://" in str(url) else os.path.abspath(url)
-    return Runtime(url, env, state, every, keep, rng, on_error, dict(storage_options or {}))
+    policy = SavePolicy(every=every, keep=keep, on_error=on_error, when_busy=when_busy)
+    return Runtime(url, env, state, policy, rng=rng, storage_options=dict(storage_options or {}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePolicy:
+    """When to save, what to keep, and what to do when a save fails or finds no slot: see `init`."""
+
+    every: int | None
+    keep: int | None
+    on_error: OnError
+    when_busy: WhenBusy
 
 
 class Runtime:
@@ -87,16 +105,18 @@ class Runtime:
         url: str,
         env: WorkerEnv,
         state: dict[str, Any],
-        every: int | None,
-        keep: int | None,
+        policy: SavePolicy,
+        *,
         rng: bool,
-        on_error: OnError,
         storage_options: dict[str, Any],
     ) -> None:
         self._ranks = find_ranks(env.rank, env.world_size)
         self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
         self._adapters = adapt(state, self.rank, self.world_size, rng=rng)
-        self._every, self._keep, self._on_error = every, keep, on_error
+        for adapter in self._adapters:
+            if isinstance(adapter, TreeAdapter):
+                adapter.check()
+        self._policy = policy
         self._session = join_run(env, self._ranks, url, storage_options)
         self._stager: Stager = CopyStager(self.rank, self.world_size)
         self._arena = Arena(self.rank, self._allocate)
@@ -160,15 +180,15 @@ class Runtime:
         if self._session.agent is not None:
             self._tell_progress(self._session.agent)
         faultpoint("step", rank=self.rank, step=self.step_count, incarnation=self.incarnation)
-        if self._every is not None and self.step_count % self._every == 0:
+        if self._policy.every is not None and self.step_count % self._policy.every == 0:
             self.save()
 
-    def save(self) -> SaveHandle:
+    def save(self, *, wait: bool = False) -> SaveHandle:
         """Take a snapshot of the present state and have it written in the background.
 
         Every rank calls it at the same step. Returns at once with a handle; if no slot is free, the save is skipped,
-        counted, and the handle has the error. A second call at the same step returns the first one's handle, unless
-        that save has failed.
+        counted, and the handle has the error. wait: wait for a free slot instead, such as at the end of the training.
+        A second call at the same step returns the first one's handle, unless that save has failed.
         """
         self._check_open()
         if self._link is None:
@@ -177,29 +197,40 @@ class Runtime:
         if self._last_save is not None and self._last_save.step == step and not _has_failed(self._last_save):
             return self._last_save
         handle = self._last_save = SaveHandle(step=step)
+        assert self._link is not None
         started_s = time.monotonic()
         try:
             staged = self._stager.stage(self._adapters, self._arena, step, self.incarnation)
+            while staged is None and (wait or self._policy.when_busy == "wait") and self._await_slot():
+                staged = self._stager.stage(self._adapters, self._arena, step, self.incarnation)
         except Exception as cause:  # noqa: BLE001 the user's own state_dict() may raise anything; training goes on
             error = cause if isinstance(cause, Error) else PersistError(f"the state can't be captured: {cause!r}")
             error.__cause__ = cause if error is not cause else None
             handle.staged.set_exception(error)
             self._failed(handle, error)
+            self._link.skip(step)
             return handle
         stall_s = time.monotonic() - started_s
         self.stats.stall_s += stall_s
         if staged is None:
             self._skipped(handle)
+            self._link.skip(step)
             return handle
         handle.staged.set_result(stall_s)
         facts = {"rank": self.rank, "step": step, "incarnation": self.incarnation}
         faultpoint("sealed", **facts)
         with self._lock:
             self._in_flight[step] = (handle, staged.slot, started_s)
-        assert self._link is not None
         self._link.submit(step, staged.slot, self._arena.fd)
         faultpoint("submitted", **facts)
         return handle
+
+    def _await_slot(self) -> bool:
+        """Wait until a save under way is settled; False if none is."""
+        with self._lock:
+            under_way = [handle.committed for handle, _, _ in self._in_flight.values()]
+        wait_for_futures(under_way, return_when=FIRST_COMPLETED)
+        return bool(under_way)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save that is under way is committed. Raises the error of the first one that failed.
@@ -238,7 +269,19 @@ class Runtime:
         finally:
             self._closed = True
             self._release()
+            self._tell_unsaved()
         self._raise_pending()
+
+    def _tell_unsaved(self) -> None:
+        """At the end, say which steps would be run again by a resume. Snapshots are taken when asked for, never here."""
+        saved = self.last_committed or 0
+        if self.rank == 0 and self._link is not None and self.step_count > saved:
+            kept = f"the newest committed one is {saved}" if self.last_committed is not None else "none is committed"
+            say.line(
+                "warn",
+                f"step {self.step_count} is in no checkpoint, {kept} ({self.stats.skipped} saves skipped, "
+                f"{self.stats.failed} failed); rt.save(wait=True) before rt.close() keeps it",
+            )
 
     def _release(self) -> None:
         if self._link is not None:
@@ -280,7 +323,7 @@ class Runtime:
             "world_size": self.world_size,
             "nonce": session.nonce,
             "made_by": made_by(),
-            "keep": self._keep,
+            "keep": self._policy.keep,
             "rank": self.rank,
             "pid": os.getpid(),
         }
@@ -392,7 +435,7 @@ class Runtime:
     def _failed(self, handle: SaveHandle, error: Error) -> None:
         self.stats.failed += 1
         self.stats.last_error = error.code
-        if isinstance(error, FencedError) or self._on_error == "raise":
+        if isinstance(error, FencedError) or self._policy.on_error == "raise":
             self._raise_next = error
         self._tell_error(
             type(error)(

@@ -125,7 +125,7 @@ def join_run(env: WorkerEnv, ranks: RankGroup, url: str, options: Mapping[str, A
     options = dict(options)
     if env.agent_socket:
         agent = AgentLink(env.agent_socket, ranks.rank, env.incarnation or 0)
-        agent.phase("group", 0)
+        agent.phase("group")
         incarnation, resume = agent.open_run(url, options, ranks.world_size)
         return Session(
             url=url,

@@ -115,9 +115,8 @@ def main() -> None:
     torch.manual_seed(args.seed + rank)  # dropout differs between ranks
     text = corpus()
 
-    rt = ckptrt.init(
-        args.dir, model=model, optim=optim, sched=sched, progress=progress, every=args.every, keep=args.keep
-    )
+    state = {"model": model, "optim": optim, "sched": sched, "progress": progress}
+    rt = ckptrt.init(args.dir, every=args.every, keep=args.keep, when_busy="wait", **state)
     rt.restore()
     for step in range(rt.start_step, args.steps):
         tokens = batch_at(text, progress["samples"], args, rank, world)
@@ -137,6 +136,7 @@ def main() -> None:
         if rank == 0 and (step + 1) % 50 == 0:
             print(f"step {step + 1:>5}  loss {mean.item():.4f}", flush=True)
         rt.step(loss=mean.item())
+    rt.save()  # the last step, if it wasn't due
     rt.close()
     if dist.is_initialized():
         dist.destroy_process_group()

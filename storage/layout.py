@@ -16,7 +16,7 @@ import re
 from typing import NamedTuple
 
 __all__ = [
-    "COMMITS", "DATA", "FENCES", "MANIFEST", "RUN", "CommitId", "commit_name", "data_dir", "fence_name",
+    "ABANDONED", "COMMITS", "DATA", "FENCES", "MANIFEST", "RUN", "CommitId", "commit_name", "data_dir", "fence_name",
     "parse_commit_name", "parse_data_dir", "parse_fence_name", "parse_shard_path", "receipt_name", "shard_name",
 ]  # fmt: skip
 
@@ -25,6 +25,7 @@ FENCES = "fences/"
 COMMITS = "commits/"
 DATA = "data/"
 MANIFEST = "manifest.json.zst"
+ABANDONED = "abandoned"  # in an attempt's data folder: a rank that others can't hear will not write its part
 
 _FENCE = re.compile(r"fences/i([0-9]{8,18})\.json")
 _COMMIT = re.compile(r"commits/s([0-9]{9,18})\.i([0-9]{8,18})\.json")

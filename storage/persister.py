@@ -9,6 +9,7 @@ its socket, and exits.
 
     hello   url options incarnation world_size nonce made_by keep rank pid  ->  ready | error
     submit  step slot again, + arena                                        ->  persisted, committed | failed
+    skip    step        this rank has no part for it: nobody need wait
 """
 
 from __future__ import annotations
@@ -203,7 +204,11 @@ class _Client:
     def _take(self, writer: RunWriter, message: wire.Message, fds: tuple[int, ...]) -> None:
         """Queue what a rank hands over."""
         try:
-            step, slot, again = int(message["step"]), int(message["slot"]), bool(message["again"])
+            step = int(message["step"])
+            if message["op"] == "skip":
+                writer.fail(step, self.rank, PersistError(f"rank {self.rank} skipped step {step}"))
+                return
+            slot, again = int(message["slot"]), bool(message["again"])
             if not writer.expect(step, self.rank):
                 return
             try:

@@ -107,17 +107,20 @@ class PruneResult:
     errors: list[StorageError] = field(default_factory=list)
 
 
-def plan_prune(catalog: Catalog, policy: PrunePolicy, now_s: float) -> PrunePlan:
+def plan_prune(
+    catalog: Catalog, policy: PrunePolicy, now_s: float, examine: Callable[[CommitId], CommitInfo] | None = None
+) -> PrunePlan:
     """Decide what goes; changes nothing.
 
-    now_s: seconds since 1970, compared with the store's times of writing. Raises VersionError if the run has records
+    now_s: seconds since 1970, compared with the store's times of writing. examine: what tells a good commit from a
+    damaged one; by default Catalog.examine, which looks at records and sizes and reads no data. Raises VersionError if the run has records
     of a newer format: what they need can't be told.
     """
     folders = _data_folders(catalog)
     lineage = catalog.path()
     # An older incarnation's last commit may have come between the lists of commits and of fences.
     late = set(catalog.commit_ids()) - set(lineage.commits) - set(lineage.off_path)
-    kept, gone = _sort_commits(lineage, *_newest_good(catalog, lineage, policy.keep_last), policy)
+    kept, gone = _sort_commits(lineage, *_newest_good(lineage, policy.keep_last, examine or catalog.examine), policy)
     kept.update((commit, "committed just now") for commit in late)
     ages = _Ages(catalog, now_s)
     commits: list[Removal] = []
@@ -217,14 +220,16 @@ def _data_folders(catalog: Catalog) -> dict[CommitId, list[str]]:
     return found
 
 
-def _newest_good(catalog: Catalog, lineage: Lineage, count: int) -> tuple[list[CommitId], dict[CommitId, CommitInfo]]:
+def _newest_good(
+    lineage: Lineage, count: int, examine: Callable[[CommitId], CommitInfo]
+) -> tuple[list[CommitId], dict[CommitId, CommitInfo]]:
     """The newest good commits of the path, and the damaged ones that are newer than the last of these."""
     good: list[CommitId] = []
     damaged: dict[CommitId, CommitInfo] = {}
     for commit in lineage.commits:
         if len(good) == count:
             break
-        info = catalog.examine(commit)
+        info = examine(commit)
         if info.state == "committed":
             good.append(commit)
         else:

@@ -17,13 +17,13 @@ from math import prod
 import xxhash
 
 from ckptrt.errors import CorruptError, NotFoundError, UsageError, VersionError
-from ckptrt.storage.catalog import Catalog
+from ckptrt.storage.catalog import Catalog, CommitInfo
 from ckptrt.storage.checkpoint import Checkpoint
 from ckptrt.storage.layout import DATA, RUN, CommitId, commit_name, fence_name, receipt_name
 from ckptrt.storage.records import ReceiptRecord, ShardRecord, TensorRecord
 from ckptrt.storage.shardfile import tensor_bytes
 
-__all__ = ["Affected", "Finding", "Report", "verify", "verify_commit", "verify_records"]
+__all__ = ["Affected", "DataExaminer", "Finding", "Report", "verify", "verify_commit", "verify_records"]
 
 _READ_BYTES = 8 << 20
 _CHUNK_MAX_BYTES = 64 << 20
@@ -104,6 +104,29 @@ def verify_commit(
     except (CorruptError, NotFoundError, VersionError) as error:
         return Report(commit=commit, findings=[Finding(file=commit_name(commit), what=error.what)])
     return verify(checkpoint, read_data, progress)
+
+
+class DataExaminer:
+    """Tells good commits from damaged ones, for prune. The first good one is read whole, the others only looked at.
+
+    So at least one of what stays is known to load, and a flipped bit in it can't cost the older ones that still do.
+    """
+
+    def __init__(self, catalog: Catalog, progress: Callable[[int], None] | None = None) -> None:
+        self._catalog = catalog
+        self._progress = progress
+        self._proven = False
+
+    def __call__(self, commit: CommitId) -> CommitInfo:
+        info = self._catalog.examine(commit)
+        if info.state != "committed" or self._proven:
+            return info
+        report = verify_commit(self._catalog, commit, read_data=True, progress=self._progress)
+        if report.is_loadable:
+            self._proven = True
+            return info
+        finding = next(finding for finding in report.findings if finding.is_fatal)
+        return CommitInfo(id=commit, state="damaged", reason=f"{finding.file}: {finding.what}", record=info.record)
 
 
 def verify(checkpoint: Checkpoint, read_data: bool = False, progress: Callable[[int], None] | None = None) -> Report:

@@ -663,5 +663,5 @@ def test_another_kind_of_optimizer_is_refused_and_left_alone():
     saved.step()
     other = torch.optim.SGD(model.parameters(), lr=0.5)
     with snapshot({"model": model, "optim": saved}) as kept, pytest.raises(MismatchError, match="saved AdamW, here SGD"):
-        kept.restore({"model": model, "optim": other})
+        kept.load({"model": model, "optim": other})
     assert other.param_groups[0]["lr"] == 0.5 and not other.state

@@ -406,3 +406,19 @@ def test_every_verb_works_on_an_object_store(s3_server: S3Server):
     assert len(tier.list("data/")) == len(tier.list("commits/")) == 1
     assert "ok" in verb("verify", url, "--read-data")
     tier.close()
+
+
+def test_prune_keeps_what_still_loads_when_the_newest_data_have_rotted(path):
+    newest = sorted(Path(path).glob("data/s*/r00000.safetensors"))[-1]
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    before = len(list(Path(path).glob("commits/*")))
+    done = ckptrt("prune", path, "--keep-last", "1", "--grace", "0", "--yes")
+    assert done.exit_code == 0
+    assert "damaged, doesn't count" in done.stdout
+    left = sorted(found.name for found in Path(path).glob("commits/*"))
+    assert len(left) == 2 < before
+    steps = [int(name[1:10]) for name in left]
+    assert ckptrt("verify", f"{path}@{steps[0]}", "--read-data").exit_code == 0
+    assert ckptrt("verify", f"{path}@{steps[1]}", "--read-data").exit_code == 4

@@ -290,3 +290,22 @@ def test_three_persisters_over_one_directory(start, tmp_path):  # noqa: F811
     for one in ranks:
         one.close()
     assert [process.end() for process in nodes] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_step_that_a_rank_skips_is_given_up_on_every_node_at_once(node, tier, who):
+    nodes = [node([rank]) for rank in range(3)]
+    others = [one for one in nodes if who not in one.ranks]
+    for one in others:
+        one.expect(5)
+        one.write(5)
+    nodes[who].writer.fail(5, who, PersistError(f"rank {who} skipped step 5"))
+    # Nothing newer comes that could overtake it: at the end of a training nobody would otherwise ever hear of it.
+    for one in others:
+        error = one.hear(5)
+        assert isinstance(error, PersistError) and "another node skipped it" in error.what
+    assert committed(tier) == []
+    for one in nodes:
+        one.expect(6)
+        one.write(6)
+    assert [one.hear(6) for one in nodes] == [None] * 3

@@ -491,3 +491,30 @@ def test_waiting_ends_with_the_first_error_only_when_all_are_settled(run, monkey
         rt.wait()
         assert older.committed.exception(0) is not None
         assert newer.committed.result(0)
+
+
+def test_a_save_waits_for_a_slot_if_asked_to(run):
+    with ckptrt.init(run, loop={"n": 1}, every=1, when_busy="wait") as rt:
+        for _ in range(12):
+            rt.step()
+        assert rt.save(wait=True).committed.result(30)
+        assert rt.stats.skipped == 0
+    assert committed(run) == list(range(12, 0, -1))
+
+
+def test_the_end_says_which_steps_no_checkpoint_holds(run, capfd):
+    with ckptrt.init(run, loop={"n": 1}, every=2) as rt:
+        for _ in range(3):
+            rt.step()
+    assert "step 3 is in no checkpoint, the newest committed one is 2" in capfd.readouterr().err
+    with ckptrt.init(run, loop={"n": 1}, every=2) as rt:
+        rt.restore()
+        rt.step()
+        rt.step()
+    assert "in no checkpoint" not in capfd.readouterr().err
+
+
+def test_plain_data_that_cannot_be_stored_is_refused_before_the_training(run):
+    with pytest.raises(UsageError, match=r"loop\.fn"):
+        ckptrt.init(run, loop={"fn": lambda: 1})
+    assert not Path(run).exists()

@@ -55,6 +55,10 @@ class OptimizerAdapter:
         self._replicated = replicated
         self._ranks = ranks
 
+    @property
+    def _kind(self) -> str:
+        return type(self._optimizer).__qualname__
+
     def capture(self) -> Capture:
         items: list[TensorItem] = []
         plain: dict[str, Any] = {}
@@ -75,9 +79,13 @@ class OptimizerAdapter:
             }
             for g, group in enumerate(self._optimizer.param_groups)
         ]
-        return Capture(items=tuple(items), data={"groups": groups, "state": plain, "other": self._capture_other(named)})
+        data = {"kind": self._kind, "groups": groups, "state": plain, "other": self._capture_other(named)}
+        return Capture(items=tuple(items), data=data)
 
     def prepare(self, saved: SavedComponent) -> Loading:
+        if saved.data["kind"] != self._kind:
+            # Many share names of options and state, so that one would go on with numbers that mean something else to it.
+            raise mismatch(self.name, [f"kind      {self.name}   saved {saved.data['kind']}, here {self._kind}"])
         named = self._named()
         stored_state: Mapping[str, Mapping[str, Any]] = saved.data["state"]
         options = self._match_groups(saved.data["groups"], set(named))

@@ -47,6 +47,11 @@ class TreeAdapter:
         self._rank = rank
         self._ranks = ranks
 
+    def check(self) -> None:
+        """Refuse plain data that can't be stored before the training starts; asks nothing of the user's own objects."""
+        if isinstance(self._source, dict):
+            self.capture()
+
     def capture(self) -> Capture:
         items: dict[str, TensorItem] = {}
         seen: dict[int, str] = {}

@@ -12,6 +12,7 @@ from ckptrt.storage.catalog import CommitId, open_catalog
 from ckptrt.storage.cli import _output
 from ckptrt.storage.cli._settings import Duration, Settings, common_options, pass_settings
 from ckptrt.storage.prune import GRACE_S, PrunePlan, PrunePolicy, PruneResult, Removal, execute, plan_prune
+from ckptrt.storage.verify import DataExaminer
 
 __all__ = ["command"]
 
@@ -32,21 +33,33 @@ Examples:
     help="Data younger than this stay until a later prune; 0 frees them at once.",
 )  # fmt: skip
 @click.option("-n", "--dry-run", is_flag=True, help="Say what would go and change nothing.")
+@click.option("--trust", is_flag=True, help="Don't read the newest checkpoint's data before older ones may go.")
 @click.option("-y", "--yes", is_flag=True, help="Don't ask.")
 @common_options
 @pass_settings
 @click.pass_context
 def command(
-    ctx: click.Context, settings: Settings, path: str | None, keep_last: int, grace: float, dry_run: bool, yes: bool
+    ctx: click.Context,
+    settings: Settings,
+    path: str | None,
+    keep_last: int,
+    grace: float,
+    dry_run: bool,
+    trust: bool,
+    yes: bool,
 ) -> None:
     """Remove old checkpoints, branches that were cut off, and data that were never committed.
 
-    The newest good checkpoint always stays. Damaged ones among the newest don't count and stay too.
+    The newest good checkpoint always stays: before any goes, the newest is read whole, and if it is damaged the next
+    older one, until one proves to be good. Damaged ones among the newest don't count and stay too.
     """
     url = settings.url(path)
     catalog = open_catalog(url)
     policy = PrunePolicy(keep_last=keep_last, grace_s=grace, removed_grace_s=grace)
-    plan = plan_prune(catalog, policy, time.time())
+    now_s = time.time()
+    plan = plan_prune(catalog, policy, now_s)
+    if plan.commits and not trust:
+        plan = plan_prune(catalog, policy, now_s, DataExaminer(catalog))
     if not settings.is_json:
         _print_plan(plan)
     result = None
