@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo kill-matrix lint format docs changelog clean etcd
+.PHONY: help test demo kill-matrix crash lint format docs changelog clean etcd
 .DELETE_ON_ERROR:
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make lint    style, types, imports     make docs    build the documentation"
 	@echo "make format  rewrite in house style    make clean   remove what was built"
 	@echo "make kill-matrix     kill ranks in every phase of a save, a hundred times: some minutes"
+	@echo "make crash           every crash state, every failing call, planted bugs: some minutes"
 
 # The stamp is written last, so an install that failed or was interrupted is tried again.
 $(STAMP): pyproject.toml constraints.txt
@@ -39,6 +40,9 @@ demo: $(STAMP)
 
 kill-matrix: $(STAMP) etcd
 	@$(BIN)/python tests/kill_matrix.py $(KILL_ARGS)
+
+crash: $(STAMP)
+	@$(BIN)/python tests/crash.py $(CRASH_ARGS)
 
 # Every check runs, whichever fails.
 lint: $(STAMP)
