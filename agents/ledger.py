@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptrt.agents.restart import Resume, Snapshot, choose_resume
-from ckptrt.errors import Error, ExistsError, FencedError, NoCheckpointError, TransientError, UsageError
+from ckptrt.errors import CorruptError, Error, ExistsError, FencedError, NoCheckpointError, TransientError, UsageError
 from ckptrt.storage import catalog as storage
 
 __all__ = ["Opening", "RunLedger", "memory_snapshots"]
@@ -113,15 +113,20 @@ class RunLedger:
     def _advance(
         self, catalog: storage.Catalog, memory: Callable[[], list[Snapshot]], policy: str, world_size: int
     ) -> Opening:
-        began_s = time.monotonic()
-        resume, notes = self._choose(catalog, memory, policy, world_size)
-        decided_s = time.monotonic()
-        parent = storage.Parent(step=resume.step, incarnation=resume.incarnation) if resume else None
         for _ in range(_FENCE_RACES_MAX):
+            began_s = time.monotonic()
+            known = set(catalog.commit_ids())
+            resume, notes = self._choose(catalog, memory, policy, world_size)
+            decided_s = time.monotonic()
+            parent = storage.Parent(step=resume.step, incarnation=resume.incarnation) if resume else None
             number = self._next(catalog.newest_incarnation(), notes)
             try:
                 catalog.write_fence(number, parent, world_size)
-                break
+                # What the last workers' persister committed before the fence counts, and it may have pruned our choice
+                # for it. After the fence it can do neither.
+                if known.issuperset(catalog.commit_ids()):
+                    break
+                _log.warning("event=late_commit url=%s incarnation=%d", self.url, number)
             except (ExistsError, FencedError) as error:
                 _log.warning("event=fence_race url=%s incarnation=%d: %s", self.url, number, error.what)
         else:
@@ -166,6 +171,12 @@ class RunLedger:
         }
         committed = (found.commit.step, found.commit.incarnation) if found.commit else None
         resume = choose_resume(memory=memory(), committed=committed, fences=fences, world_size=world_size)
+        if resume is None and found.skipped:
+            raise CorruptError(
+                f"{self.url} has {len(found.skipped)} checkpoints and none is whole: {'; '.join(notes[:3])}",
+                safe="nothing was changed or deleted",
+                hint="mount or repair what is missing; --ckpt-resume=never starts anew and leaves them aside for good",
+            )
         if resume is None and policy == "latest":
             raise NoCheckpointError(
                 f"{self.url} has no committed checkpoint, and --ckpt-resume=latest asks for one",

@@ -56,9 +56,9 @@ class AgentLink:
         self.tell({"op": "phase", "name": name, "at_s": time.monotonic(), "step": step})
 
     def tell(self, message: wire.Message) -> None:
-        """A message without an answer; if the agent is gone, so will this process be."""
+        """A message without an answer. A busy or stopped agent misses it; if it is gone, so will this process be."""
         with self._lock, contextlib.suppress(OSError):
-            self._channel.send(message)
+            self._channel.send_or_drop(message)
 
     def _ask(self, message: wire.Message) -> tuple[wire.Message, tuple[int, ...]]:
         with self._lock:

@@ -13,19 +13,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptrt import wire
+from ckptrt import say, wire
 from ckptrt.errors import Error, PersistError, from_data
 
 __all__ = ["OwnPersister", "PersisterLink"]
 
 _CONNECT_TIMEOUT_S = 60.0
 _RETRY_S = 0.02
+_END_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Submitted:
     slot: int
     fd: int  # our own
+    retry: int
 
 
 class OwnPersister:
@@ -67,7 +69,11 @@ class OwnPersister:
             os.close(self._control)
             self._control = -1
         if self._process is not None:
-            self._process.wait()
+            try:
+                self._process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:  # stuck in a write to a dead file system, say: it ends when that does
+                say.line("warn", f"the persister (pid {self._process.pid}) is still busy and is left to itself")
+                return
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -99,21 +105,21 @@ class PersisterLink:
         self._thread = threading.Thread(target=self._run, name="ckptrt-persister-link", daemon=True)
         self._thread.start()
 
-    def submit(self, step: int, slot: int, fd: int) -> None:
+    def submit(self, step: int, slot: int, fd: int, retry: int = 0) -> None:
         """Hand over a sealed slot of the arena behind `fd`, which stays the caller's."""
         with self._lock:
             self._settle(step)
-            self._submitted[step] = _Submitted(slot=slot, fd=os.dup(fd))
+            self._submitted[step] = _Submitted(slot=slot, fd=os.dup(fd), retry=retry)
             if self._channel is not None:
                 with contextlib.suppress(OSError):  # a dead persister is noticed by the thread, which hands over again
-                    self._channel.send({"op": "submit", "step": step, "slot": slot, "again": False}, (fd,))
+                    self._send(self._channel, step, again=False)
             self._handed_over.set()
 
-    def skip(self, step: int) -> None:
+    def skip(self, step: int, retry: int = 0) -> None:
         """Say that this rank has no snapshot of a step, so that no other rank waits for it."""
         with self._lock, contextlib.suppress(OSError):
             if self._channel is not None:
-                self._channel.send({"op": "skip", "step": step})
+                self._channel.send({"op": "skip", "step": step, "retry": retry})
 
     def close(self) -> None:
         """Hang up. What was handed over is still written."""
@@ -189,26 +195,33 @@ class PersisterLink:
     def _hand_over(self, channel: wire.Channel, again: bool) -> None:
         with self._lock:
             self._channel = channel
-            for step, job in sorted(self._submitted.items()):
-                channel.send({"op": "submit", "step": step, "slot": job.slot, "again": again}, (job.fd,))
+            for step in sorted(self._submitted):
+                self._send(channel, step, again)
             if self._closing:  # close() came while there was no channel to wake this thread by
                 channel.sock.shutdown(2)
+
+    def _send(self, channel: wire.Channel, step: int, again: bool) -> None:
+        job = self._submitted[step]
+        message = {"op": "submit", "step": step, "retry": job.retry, "slot": job.slot, "again": again}
+        channel.send(message, (job.fd,))
 
     def _listen(self, channel: wire.Channel) -> None:
         while (received := channel.receive()) is not None:
             message = received[0]
             if message["op"] in ("committed", "failed"):
                 with self._lock:
-                    self._settle(int(message["step"]))
+                    job = self._submitted.get(int(message["step"]))
+                    if job is not None and job.retry == int(message["retry"]):
+                        self._settle(int(message["step"]))
             self._notice(message)
 
     def _fail_all(self, error: Error) -> None:
         with self._lock:
-            steps = sorted(self._submitted)
-            for step in steps:
+            retries = {step: job.retry for step, job in sorted(self._submitted.items())}
+            for step in retries:
                 self._settle(step)
-        for step in steps:
-            self._notice({"op": "failed", "step": step, **error.data()})
+        for step, retry in retries.items():
+            self._notice({"op": "failed", "step": step, "retry": retry, **error.data()})
         self._notice({"op": "lost", **error.data()})
 
     def _settle(self, step: int) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError  # Python 3.10
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ckptrt import say
 from ckptrt.adapters import adapt
@@ -19,7 +19,7 @@ from ckptrt.adapters.tree import TreeAdapter
 from ckptrt.agentlink import AgentLink
 from ckptrt.arena import Arena
 from ckptrt.env import DIR, WorkerEnv
-from ckptrt.errors import Error, FencedError, PersistError, UsageError, from_data
+from ckptrt.errors import BusyError, Error, FencedError, PersistError, UsageError, from_data
 from ckptrt.faultpoints import faultpoint
 from ckptrt.persisting import OwnPersister, PersisterLink
 from ckptrt.ranks import find_ranks
@@ -38,6 +38,7 @@ WhenBusy = Literal["skip", "wait"]
 _COMMIT_LINE_EVERY_S = 5.0
 _CLOSE_TIMEOUT_S = 120.0  # a rank elsewhere may have failed to write and can't say so
 _PROGRESS_EVERY_S = 0.1
+_FENCES_MAX = 8
 
 
 def init(
@@ -92,6 +93,13 @@ class SavePolicy:
     when_busy: WhenBusy
 
 
+class _UnderWay(NamedTuple):
+    handle: SaveHandle
+    slot: int
+    started_s: float
+    retry: int
+
+
 class Runtime:
     """One rank's checkpointing. Made by `ckptrt.init`; not to be shared between threads.
 
@@ -125,11 +133,13 @@ class Runtime:
             self._own_persister.ensure()  # its start takes a third of a second: let it be over by the first save
         self._link: PersisterLink | None = None
         self._lock = threading.Lock()
-        self._in_flight: dict[int, tuple[SaveHandle, int, float]] = {}  # step -> handle, slot, when
+        self._in_flight: dict[int, _UnderWay] = {}  # by step
+        self._retry = 0  # how often the save of this step has failed before
         self._last_save: SaveHandle | None = None
         self._raise_next: Error | None = None
         self._commit_line_s = -_COMMIT_LINE_EVERY_S
         self._told_s: float | None = None
+        self._outgrown = False
         self._closed = False
         self.start_step = 0
         self.step_count = 0
@@ -149,15 +159,21 @@ class Runtime:
         self._check_open()
         if self._link is not None or self.step_count:
             raise UsageError("restore() comes before the first step")
-        restored = restore_newest(self._session, self._adapters)
-        parent = None
+        for _ in range(_FENCES_MAX):
+            restored = restore_newest(self._session, self._adapters)
+            parent = None
+            if restored is not None:
+                parent = Candidate(step=restored.step, incarnation=restored.incarnation, tier=restored.tier)
+            if self._session.fence(parent):
+                break
+        else:
+            raise BusyError(f"run {self._session.url}: another job commits as fast as this one can restore")
         if restored is not None:
             self.start_step = self.step_count = restored.step
-            parent = Candidate(step=restored.step, incarnation=restored.incarnation, tier=restored.tier)
             if restored.committed:
                 self.last_committed = restored.step
             self._arena.keep(restored.step, restored.incarnation)
-        self._begin(parent)
+        self._connect()
         self._tell_start(restored)
         if self._session.agent is not None:
             self._session.agent.phase("restored", self.step_count)
@@ -188,14 +204,21 @@ class Runtime:
 
         Every rank calls it at the same step. Returns at once with a handle; if no slot is free, the save is skipped,
         counted, and the handle has the error. wait: wait for a free slot instead, such as at the end of the training.
-        A second call at the same step returns the first one's handle, unless that save has failed.
+        A second call at the same step waits for the first one's outcome and returns its handle if it is committed: a step
+        is stored once. If it has failed, on every rank then, the step is tried again.
         """
         self._check_open()
         if self._link is None:
             self._begin_unrestored()
         step = self.step_count
-        if self._last_save is not None and self._last_save.step == step and not _has_failed(self._last_save):
+        if self._last_save is None or self._last_save.step != step:
+            self._retry = 0
+        elif self._last_save.committed.exception(_CLOSE_TIMEOUT_S) is None:
             return self._last_save
+        else:
+            # All ranks know by now that the last try failed. The next one has a folder of its own, so that parts of
+            # the two, which may hold different states, are never taken together.
+            self._retry += 1
         handle = self._last_save = SaveHandle(step=step)
         assert self._link is not None
         started_s = time.monotonic()
@@ -208,27 +231,32 @@ class Runtime:
             error.__cause__ = cause if error is not cause else None
             handle.staged.set_exception(error)
             self._failed(handle, error)
-            self._link.skip(step)
+            self._link.skip(step, self._retry)
             return handle
+        except BaseException:  # ctrl-C in the middle of a copy
+            handle.staged.set_exception(PersistError(f"step {step}: interrupted"))
+            handle.committed.set_exception(PersistError(f"step {step}: interrupted"))
+            self._link.skip(step, self._retry)
+            raise
         stall_s = time.monotonic() - started_s
         self.stats.stall_s += stall_s
         if staged is None:
             self._skipped(handle)
-            self._link.skip(step)
+            self._link.skip(step, self._retry)
             return handle
         handle.staged.set_result(stall_s)
         facts = {"rank": self.rank, "step": step, "incarnation": self.incarnation}
         faultpoint("sealed", **facts)
         with self._lock:
-            self._in_flight[step] = (handle, staged.slot, started_s)
-        self._link.submit(step, staged.slot, self._arena.fd)
+            self._in_flight[step] = _UnderWay(handle, staged.slot, started_s, self._retry)
+        self._link.submit(step, staged.slot, self._arena.fd, self._retry)
         faultpoint("submitted", **facts)
         return handle
 
     def _await_slot(self) -> bool:
         """Wait until a save under way is settled; False if none is."""
         with self._lock:
-            under_way = [handle.committed for handle, _, _ in self._in_flight.values()]
+            under_way = [save.handle.committed for save in self._in_flight.values()]
         wait_for_futures(under_way, return_when=FIRST_COMPLETED)
         return bool(under_way)
 
@@ -239,7 +267,7 @@ class Runtime:
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
-            handles = [handle for handle, _, _ in self._in_flight.values()]
+            handles = [save.handle for save in self._in_flight.values()]
         failed: BaseException | None = None
         for handle in handles:
             left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
@@ -287,7 +315,7 @@ class Runtime:
         if self._link is not None:
             self._link.close()
         with self._lock:
-            left = [handle for handle, _, _ in self._in_flight.values()]
+            left = [save.handle for save in self._in_flight.values()]
             self._in_flight.clear()
         for handle in left:
             handle.committed.set_exception(PersistError(f"step {handle.step}: the runtime was closed meanwhile"))
@@ -311,9 +339,8 @@ class Runtime:
 
     # --- joining
 
-    def _begin(self, parent: Candidate | None) -> None:
-        """Fence, then open the line to the persister: nothing of this incarnation is written before."""
-        self._session.fence(parent)
+    def _connect(self) -> None:
+        """Open the line to the persister; the fence is written, so data may be."""
         session, own = self._session, self._own_persister
         hello: Message = {
             "op": "hello",
@@ -342,7 +369,9 @@ class Runtime:
                 safe="nothing was written",
                 hint="call rt.restore() before the first step, or give another directory to start anew",
             )
-        self._begin(None)
+        if not self._session.fence(None):
+            raise BusyError(f"run {self._session.url}: something was committed while this job started; start it again")
+        self._connect()
         self._tell_start(None)
 
     def _tell_progress(self, agent: AgentLink) -> None:
@@ -358,6 +387,7 @@ class Runtime:
 
     def _allocate(self, size_bytes: int) -> tuple[int, bool]:
         if self._session.agent is not None:
+            self._outgrown = True  # the agent keeps the old one until something is committed from the new one
             return self._session.agent.arena(size_bytes)
         fd = os.memfd_create(f"ckptrt-r{self.rank}", os.MFD_CLOEXEC)
         os.ftruncate(fd, size_bytes)
@@ -390,47 +420,41 @@ class Runtime:
 
     def _hear(self, message: Message) -> None:
         op = message["op"]
-        if op == "committed":
-            self._committed(int(message["step"]))
-        elif op == "persisted":
+        if op in ("committed", "persisted", "failed"):
+            with self._lock:
+                save = self._in_flight.get(int(message["step"]))
+                if save is None or save.retry != int(message["retry"]):
+                    return  # of an earlier try, or of another rank's that this one had no part in
+                if op != "persisted":
+                    del self._in_flight[save.handle.step]
             # What is on disk may wait for the other ranks without its slot. Else ranks that skip different steps could
             # fill all their slots with snapshots that wait for one another for ever.
-            with self._lock:
-                entry = self._in_flight.get(int(message["step"]))
-            if entry is not None:
-                self._arena.settled(entry[1], entry[0].step)
-        elif op in ("failed", "warning", "lost"):
-            error = from_data(message)
-            if op == "failed":
-                with self._lock:
-                    entry = self._in_flight.pop(int(message["step"]), None)
-                if entry is not None:
-                    self._arena.settled(entry[1], entry[0].step)
-                    self._failed(entry[0], error)
-            else:
-                self._tell_error(error)
+            self._arena.settled(save.slot, save.handle.step)
+            if op == "committed":
+                self._committed(save)
+            elif op == "failed":
+                self._failed(save.handle, from_data(message))
+        elif op in ("warning", "lost"):
+            self._tell_error(from_data(message))
 
-    def _committed(self, step: int) -> None:
-        with self._lock:
-            entry = self._in_flight.pop(step, None)
-        if entry is None:
-            return
-        handle, slot, started_s = entry
-        self._arena.settled(slot, step)
+    def _committed(self, save: _UnderWay) -> None:
+        handle, step = save.handle, save.handle.step
         self.last_committed = max(step, self.last_committed or 0)
         self.stats.committed += 1
         if self._session.agent is not None:
             self._session.agent.committed(step)
-            if self.stats.committed == 1:
+            if self._outgrown:
+                self._outgrown = False
                 self._session.agent.release_retired()
         now_s = time.monotonic()
         if self.rank == 0 and now_s - self._commit_line_s >= _COMMIT_LINE_EVERY_S:
             self._commit_line_s = now_s
             staged_s = handle.staged.result()
             say.line(
-                "commit", f"step {step} · durable in {(now_s - started_s) * 1e3:.0f} ms, stall {staged_s * 1e3:.1f} ms"
+                "commit",
+                f"step {step} · durable in {(now_s - save.started_s) * 1e3:.0f} ms, stall {staged_s * 1e3:.1f} ms",
             )
-        handle.committed.set_result(now_s - started_s)
+        handle.committed.set_result(now_s - save.started_s)
 
     def _failed(self, handle: SaveHandle, error: Error) -> None:
         self.stats.failed += 1
@@ -474,7 +498,3 @@ class Runtime:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this runtime is closed")
-
-
-def _has_failed(handle: SaveHandle) -> bool:
-    return handle.committed.done() and handle.committed.exception() is not None

@@ -27,6 +27,7 @@ from ckptrt.storage.tiers.registry import open_tier
 
 __all__ = ["Candidate", "Session", "join_run"]
 
+_opened: set[tuple[str, int]] = set()  # by this process: an incarnation is one training, and resumes once
 _RESUME = re.compile(r"(\d+)\.(\d+)\.(memory|stored)")
 
 
@@ -63,11 +64,7 @@ class Session:
     resume: str | None  # what the agent decided; None without an agent
     hold: RunHold | None = None
     nonce: str = ""
-
-    @property
-    def fenced(self) -> bool:
-        """Whether this incarnation's fence is known to be written, so that data may be."""
-        return bool(self.nonce)
+    known: frozenset[CommitId] = frozenset()  # on rank 0: the commits when the candidates were listed
 
     def candidates(self) -> list[Candidate]:
         """What may be restored, best first, the same list on every rank."""
@@ -76,6 +73,7 @@ class Session:
     def _candidates(self) -> list[Candidate]:
         found: list[Candidate] = []
         limit: CommitId | None = None
+        self.known = frozenset(self.catalog.commit_ids())
         if self.resume == "fresh":
             return found
         if self.resume is not None:
@@ -93,12 +91,15 @@ class Session:
         ]
         return found
 
-    def fence(self, parent: Candidate | None) -> None:
+    def fence(self, parent: Candidate | None) -> bool:
         """Make sure that this incarnation's fence is there; data may be written afterwards.
 
-        parent: what was restored. BusyError if another job has fenced the run meanwhile.
+        parent: what was restored. False if the last job's persister has committed something since the candidates were
+        listed: what to go on from must be chosen again, and that job may have pruned the parent. From the fence on it
+        can do neither. BusyError if another job has fenced the run meanwhile.
         """
-        self.incarnation, self.nonce = self.ranks.share(lambda: self._fence(parent))
+        self.incarnation, self.nonce, settled = self.ranks.share(lambda: self._fence(parent))
+        return bool(settled)
 
     def _fence(self, parent: Candidate | None) -> list[Any]:
         if self.agent is None:
@@ -113,7 +114,10 @@ class Session:
                 ) from None
         # All ranks of an incarnation put their files into one folder a step; its name must be no other attempt's.
         record = self.catalog.tier.read(fence_name(self.incarnation))
-        return [self.incarnation, xxhash.xxh3_64_hexdigest(record)[:8]]
+        nonce = xxhash.xxh3_64_hexdigest(record)[:8]
+        if self.agent is None and not self.known.issuperset(self.catalog.commit_ids()):
+            return [self.catalog.newest_incarnation() + 1, "", False]
+        return [self.incarnation, nonce, True]
 
     def close(self) -> None:
         if self.hold is not None:
@@ -127,6 +131,13 @@ def join_run(env: WorkerEnv, ranks: RankGroup, url: str, options: Mapping[str, A
         agent = AgentLink(env.agent_socket, ranks.rank, env.incarnation or 0)
         agent.phase("group")
         incarnation, resume = agent.open_run(url, options, ranks.world_size)
+        if (url, incarnation) in _opened:
+            raise UsageError(
+                f"run {url} is opened a second time by one worker of ckptrt-launch",
+                safe="all that was committed",
+                hint="call ckptrt.init() once in a process; start another launch for another training on the same run",
+            )
+        _opened.add((url, incarnation))
         return Session(
             url=url,
             options=options,

@@ -43,6 +43,25 @@ class Channel:
         if frame:
             self.sock.sendall(frame)
 
+    def send_or_drop(self, message: Message) -> bool:
+        """Send a small message if the peer has room for it at once, else drop it; False if it was dropped.
+
+        Raises OSError when the peer is gone. Never waits, whatever time-out the socket has.
+        """
+        body = json.dumps(message, separators=(",", ":")).encode()
+        frame = _LENGTH.pack(len(body)) + body
+        try:
+            # A frame of a few hundred bytes goes into one buffer of the kernel, whole or not at all. os.write, since
+            # socket.send would first wait for room.
+            os.set_blocking(self.sock.fileno(), False)
+            if os.write(self.sock.fileno(), frame) != len(frame):
+                raise ConnectionError("a message was cut off")
+        except BlockingIOError:
+            return False
+        finally:
+            self.sock.settimeout(self.sock.gettimeout())
+        return True
+
     def receive(self) -> tuple[Message, tuple[int, ...]] | None:
         """The next message and the descriptors sent with it (now the caller's), or None at the end of the stream.
 

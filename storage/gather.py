@@ -47,8 +47,9 @@ class Attempt:
     made_by: str
     keep: int | None
 
-    def folder(self, step: int) -> str:
-        return layout.data_dir(CommitId(step, self.incarnation), self.nonce)
+    def folder(self, step: int, retry: int = 0) -> str:
+        """Where all ranks put their parts. retry: how often this step was tried, and failed, before."""
+        return layout.data_dir(CommitId(step, self.incarnation), self.nonce + (f"r{retry}" if retry else ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class Notice:
 
     step: int
     error: Error | None = None
+    retry: int = 0
 
 
 @dataclass(slots=True)
@@ -64,11 +66,13 @@ class _Pending:
     receipts: dict[int, bytes] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)  # local ranks that have handed it over
     since_s: float = 0.0
+    retry: int = 0
 
 
 @dataclass(slots=True)
 class _Failed:
     error: Error
+    retry: int
     told: set[int]  # local ranks that know
 
 
@@ -115,22 +119,28 @@ class RunWriter:
                 self._live.discard(rank)
             self._changed.notify()
 
-    def expect(self, step: int, rank: int) -> bool:
-        """A rank has handed over a snapshot of this step. False if the step has failed meanwhile, which it is told."""
+    def expect(self, step: int, rank: int, retry: int = 0) -> bool:
+        """A rank has handed over a snapshot of this step. False if that try has failed meanwhile, which it is told."""
         with self._changed:
-            failed = self._failed.get(step)
-            late = failed is not None and rank not in failed.told
-            if failed is not None and late:
-                failed.told.add(rank)
-            else:
+            error = self._lost(step, rank, retry)
+            if error is None:
                 self._failed.pop(step, None)  # who knows that it failed, and comes again, begins anew
-                pending = self._pending.setdefault(step, _Pending(since_s=self._clock.monotonic_s()))
-                pending.ranks.add(rank)
+                begun = _Pending(since_s=self._clock.monotonic_s(), retry=retry)
+                self._pending.setdefault(step, begun).ranks.add(rank)
             self._poll_s = _POLL_FIRST_S
             self._changed.notify()
-        if failed is not None and late:
-            self._notify(Notice(step=step, error=failed.error))
-        return not late
+        if error is not None:
+            self._notify(Notice(step=step, error=error, retry=retry))
+        return error is None
+
+    def _lost(self, step: int, rank: int, retry: int) -> Error | None:
+        """Why this try of a step is over before this rank has come to it."""
+        failed = self._failed.get(step)
+        if failed is not None and (retry < failed.retry or (retry == failed.retry and rank not in failed.told)):
+            failed.told.add(rank)
+            return failed.error
+        pending = self._pending.get(step)
+        return _given_up(step) if pending is not None and retry < pending.retry else None
 
     def add(self, step: int, rank: int, receipt: bytes) -> None:
         """A local rank's shard file is durable."""
@@ -141,16 +151,19 @@ class RunWriter:
             self._poll_s = _POLL_FIRST_S
             self._changed.notify()
 
-    def fail(self, step: int, rank: int, error: Error) -> None:
+    def fail(self, step: int, rank: int, error: Error, retry: int = 0) -> None:
         """A local rank will not write: the step can't be committed, its other ranks are told at once."""
         with self._changed:
-            known = self._pending.pop(step, None)
-            self._failed[step] = _Failed(error, (known.ranks if known else set()) | {rank})
+            known = self._pending.get(step)
+            if known is not None and known.retry > retry:
+                return  # all of them are trying again already
+            self._pending.pop(step, None)
+            self._failed[step] = _Failed(error, retry, (known.ranks if known else set()) | {rank})
             for old in sorted(self._failed)[:-_FAILED_MAX]:
                 del self._failed[old]
         if known is not None:
-            self._notify(Notice(step=step, error=error))
-        self._abandon(step, error)
+            self._notify(Notice(step=step, error=error, retry=retry))
+        self._abandon(step, error, retry)
 
     def idle(self) -> bool:
         """Whether nothing is left to do for anybody."""
@@ -184,6 +197,11 @@ class RunWriter:
                     "run %s: waiting for the storage to commit steps %s: %s", self.attempt.url, steps, error.what
                 )
                 self._clock.sleep_s(_POLL_MAX_S)
+            except Exception as cause:  # noqa: BLE001 a bug here must fail these steps, not leave all ranks waiting
+                _log.exception("run %s: steps %s can't be committed", self.attempt.url, steps)
+                failure = PersistError(f"steps {steps} can't be committed: {cause!r}", safe="what was committed before")
+                for step in steps:
+                    self._finish(step, failure)
             self._drop_orphans()
 
     def _ready(self) -> bool:
@@ -205,12 +223,12 @@ class RunWriter:
                     self._commit(step, pending)
             elif self._is_committed(step):
                 self._finish(step, None)
-            elif self._is_abandoned(step):
+            elif self._is_abandoned(step, pending.retry):
                 self._finish(step, _given_up(step))
         self._check_fence()
 
     def _fetch_missing(self, step: int, pending: _Pending) -> None:
-        folder = self.attempt.folder(step)
+        folder = self.attempt.folder(step, pending.retry)
         # Ranks of this node hand their receipts over by themselves; only the others' must be looked for.
         missing = {
             folder + layout.receipt_name(rank): rank
@@ -236,14 +254,14 @@ class RunWriter:
                 self.catalog,
                 step=step,
                 incarnation=self.attempt.incarnation,
-                data=self.attempt.folder(step).removeprefix(layout.DATA).rstrip("/"),
+                data=self.attempt.folder(step, pending.retry).removeprefix(layout.DATA).rstrip("/"),
                 receipts=dict(pending.receipts),
                 made_by=self.attempt.made_by,
                 clock=self._clock,
             )
         except Error as error:
             self._finish(step, error)
-            self._abandon(step, error)
+            self._abandon(step, error, pending.retry)
             return
         for rank, pid in self._ranks.items():
             faultpoint("committed", rank=rank, pid=pid, **facts)
@@ -258,36 +276,36 @@ class RunWriter:
         self.tier.settle(layout.COMMITS)  # it can be seen before it is safe
         return True
 
-    def _is_abandoned(self, step: int) -> bool:
+    def _is_abandoned(self, step: int, retry: int) -> bool:
         try:
-            self.tier.size(self.attempt.folder(step) + layout.ABANDONED)
+            self.tier.size(self.attempt.folder(step, retry) + layout.ABANDONED)
         except NotFoundError:
             return False
         return True
 
-    def _abandon(self, step: int, error: Error) -> None:
+    def _abandon(self, step: int, error: Error, retry: int) -> None:
         """Leave word for other nodes that this step will not be committed: they would wait for it until a later one."""
         if len(self._ranks) == self.attempt.world_size:
             return  # everybody is here and has been told
         with contextlib.suppress(StorageError):  # nothing but patience is lost, and the store may be what failed
-            self.tier.create(self.attempt.folder(step) + layout.ABANDONED, error.what.encode() + b"\n")
+            self.tier.create(self.attempt.folder(step, retry) + layout.ABANDONED, error.what.encode() + b"\n")
 
     def _finish(self, step: int, error: Error | None) -> None:
         """Tell of a step, and of older ones that a commit has overtaken."""
         with self._changed:
-            mine = [(step, error)] if self._pending.pop(step, None) is not None else []
-            done: list[tuple[int, Error | None]] = []
+            mine = self._pending.pop(step, None)
+            done: list[Notice] = []
             if error is None:
                 late = PersistError(
                     f"step {step} was committed before all ranks had written an older one",
                     safe=f"step {step} is committed",
                 )
-                done += [(old, late) for old in sorted(self._pending) if old < step]
-                for old, _ in done:
-                    del self._pending[old]
-            done += mine
-        for old, outcome in done:
-            self._notify(Notice(step=old, error=outcome))
+                for old in [old for old in sorted(self._pending) if old < step]:
+                    done.append(Notice(step=old, error=late, retry=self._pending.pop(old).retry))
+            if mine is not None:
+                done.append(Notice(step=step, error=error, retry=mine.retry))
+        for notice in done:
+            self._notify(notice)
 
     def _check_fence(self) -> None:
         """What waits for others may wait for a world that is gone: a newer fence ends it."""

@@ -8,8 +8,8 @@ its end or has something to read (whoever started this process is gone or done) 
 its socket, and exits.
 
     hello   url options incarnation world_size nonce made_by keep rank pid  ->  ready | error
-    submit  step slot again, + arena                                        ->  persisted, committed | failed
-    skip    step        this rank has no part for it: nobody need wait
+    submit  step retry slot again, + arena                                  ->  persisted, committed | failed
+    skip    step retry  this rank has no part for it: nobody need wait
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class _Job:
     step: int
     slot: int
     again: bool
+    retry: int
     arena: ArenaView
 
 
@@ -204,17 +205,18 @@ class _Client:
     def _take(self, writer: RunWriter, message: wire.Message, fds: tuple[int, ...]) -> None:
         """Queue what a rank hands over."""
         try:
-            step = int(message["step"])
+            step, retry = int(message["step"]), int(message.get("retry", 0))
             if message["op"] == "skip":
-                writer.fail(step, self.rank, PersistError(f"rank {self.rank} skipped step {step}"))
+                writer.fail(step, self.rank, PersistError(f"rank {self.rank} skipped step {step}"), retry)
                 return
             slot, again = int(message["slot"]), bool(message["again"])
-            if not writer.expect(step, self.rank):
+            if not writer.expect(step, self.rank, retry):
                 return
             try:
-                self._jobs.put(_Job(step=step, slot=slot, again=again, arena=self._map(fds)))
+                self._jobs.put(_Job(step=step, slot=slot, again=again, retry=retry, arena=self._map(fds)))
             except (CorruptError, OSError, ValueError) as error:
-                writer.fail(step, self.rank, PersistError(f"rank {self.rank}: its memory can't be read: {error}"))
+                failure = PersistError(f"rank {self.rank}: its memory can't be read: {error}")
+                writer.fail(step, self.rank, failure, retry)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -235,14 +237,16 @@ class _Client:
             except Exception as cause:  # noqa: BLE001 whatever it was, the rank must hear of it and training go on
                 error = cause if isinstance(cause, Error) else PersistError(f"rank {self.rank}: {cause!r}")
                 _log.warning("step %d, rank %d could not be written: %s", job.step, self.rank, error.what)
-                writer.fail(job.step, self.rank, error)
+                writer.fail(job.step, self.rank, error, job.retry)
                 continue
             took_s = time.monotonic() - started_s
-            self.send({"op": "persisted", "step": job.step, "size_bytes": size_bytes, "took_s": took_s})
+            self.send(
+                {"op": "persisted", "step": job.step, "retry": job.retry, "size_bytes": size_bytes, "took_s": took_s}
+            )
             writer.add(job.step, self.rank, receipt)
 
     def _write(self, writer: RunWriter, job: _Job) -> tuple[bytes, int]:
-        folder = writer.attempt.folder(job.step)
+        folder = writer.attempt.folder(job.step, job.retry)
         if job.again:
             # An earlier persister may have written it, and the slot may have been given up since.
             with contextlib.suppress(Error):
@@ -335,9 +339,9 @@ class Persister:
 
     def _tell(self, key: tuple[str, int], notice: Notice) -> None:
         if notice.error is None:
-            self._broadcast(key, {"op": "committed", "step": notice.step})
+            self._broadcast(key, {"op": "committed", "step": notice.step, "retry": notice.retry})
         else:
-            self._broadcast(key, {"op": "failed", "step": notice.step, **notice.error.data()})
+            self._broadcast(key, {"op": "failed", "step": notice.step, "retry": notice.retry, **notice.error.data()})
 
     def _broadcast(self, key: tuple[str, int], message: wire.Message) -> None:
         with self._lock:

@@ -101,7 +101,7 @@ def test_a_slot_becomes_a_committed_checkpoint_and_the_client_hears_of_it(start,
     rank.submit(5, 0)
     persisted = rank.hear()
     assert (persisted["op"], persisted["step"], persisted["size_bytes"]) == ("persisted", 5, len(image))
-    assert rank.hear() == {"op": "committed", "step": 5}
+    assert rank.hear() == {"op": "committed", "step": 5, "retry": 0}
     (folder,) = Path(url, DATA).iterdir()
     assert (folder / "r00000.safetensors").read_bytes() == image
     rank.hang_up()

@@ -484,7 +484,7 @@ def test_waiting_ends_with_the_first_error_only_when_all_are_settled(run, monkey
         os.kill(children()[0], signal.SIGSTOP)
         rt.step()
         older = rt.save()
-        rt._link._notice({"op": "failed", "step": 2, **PersistError("made up").data()})  # type: ignore[union-attr]
+        rt._link._notice({"op": "failed", "step": 2, "retry": 0, **PersistError("made up").data()})  # type: ignore[union-attr]
         rt.step()
         newer = rt.save()
         os.kill(children()[0], signal.SIGCONT)

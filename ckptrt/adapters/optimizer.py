@@ -6,6 +6,7 @@ here from what was stored, without a dummy step (which would count as one).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +71,10 @@ class OptimizerAdapter:
             plain[name] = {
                 entry: self._capture_entry(name, parameter, entry, value, items) for entry, value in state.items()
             }
+        for name, parameter in named.items():
+            if name.startswith("#"):  # in no module of the state: nobody else stores its value
+                own = sharding.item(f"{self.name}.value.{name}", parameter, self._replicas(parameter, parameter))
+                items += [own] if own is not None else []
         groups = [
             {
                 "names": [self._name_of(p, g, i) for i, p in enumerate(group["params"])],
@@ -94,6 +99,14 @@ class OptimizerAdapter:
         problems: list[str] = []
         new_state: dict[torch.Tensor, dict[str, Any]] = {}
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, parameter in named.items():
+            key = f"value.{name}"
+            if key in saved.tensors:
+                problem = check_tensor(f"{self.name}.{key}", parameter, saved.tensors[key])
+                problems += [problem] if problem else []
+                want, out = landing(f"{self.name}.{key}", parameter)
+                wants += [want] if want is not None and not problem else []
+                copies.append((parameter, out))
         for name, entries in stored_state.items():
             parameter = named[name]
             new_state[parameter] = {}
@@ -198,12 +211,15 @@ class OptimizerAdapter:
         problems += [
             f"extra     {self.name}: parameter {name}   in the checkpoint only" for name in sorted(held - names)
         ]
-        by_names = {frozenset(group["names"]): group["options"] for group in stored}
+        by_names: defaultdict[frozenset[str], list[Any]] = defaultdict(list)
+        for group in stored:
+            by_names[frozenset(group["names"])].append(group["options"])
         matched: list[dict[str, Any]] = []
         for g, group in enumerate(self._optimizer.param_groups):
             here = frozenset(self._name_of(p, g, i) for i, p in enumerate(group["params"]))
-            if here in by_names:
-                matched.append({key: decode(value) for key, value in by_names[here].items()})
+            if by_names[here]:
+                options = by_names[here].pop(0)  # groups with the same names (several empty ones) keep their order
+                matched.append({key: decode(value) for key, value in options.items()})
                 problems += self._check_options(g, group, matched[-1])
             elif not problems:
                 problems.append(f"groups    {self.name}: group {g} holds other parameters than any stored group")
