@@ -113,15 +113,20 @@ class RunLedger:
     def _advance(
         self, catalog: storage.Catalog, memory: Callable[[], list[Snapshot]], policy: str, world_size: int
     ) -> Opening:
+        mine: int | None = None
         for _ in range(_FENCE_RACES_MAX):
             began_s = time.monotonic()
             known = set(catalog.commit_ids())
-            resume, notes = self._choose(catalog, memory, policy, world_size)
+            resume, notes = self._choose(catalog, memory, policy, world_size, mine)
             decided_s = time.monotonic()
             parent = storage.Parent(step=resume.step, incarnation=resume.incarnation) if resume else None
             number = self._next(catalog.newest_incarnation(), notes)
+            if not known.issuperset(catalog.commit_ids()):
+                self._unfenced = number
+                continue
             try:
                 catalog.write_fence(number, parent, world_size)
+                mine = mine or number
                 # What the last workers' persister committed before the fence counts, and it may have pruned our choice
                 # for it. After the fence it can do neither.
                 if known.issuperset(catalog.commit_ids()):
@@ -150,7 +155,12 @@ class RunLedger:
         return number
 
     def _choose(
-        self, catalog: storage.Catalog, memory: Callable[[], list[Snapshot]], policy: str, world_size: int
+        self,
+        catalog: storage.Catalog,
+        memory: Callable[[], list[Snapshot]],
+        policy: str,
+        world_size: int,
+        before: int | None,
     ) -> tuple[Resume | None, list[str]]:
         if policy == "never":
             return None, []
@@ -163,11 +173,12 @@ class RunLedger:
                     hint="name another step, or let --ckpt-resume=auto take the newest good one",
                 )
             return Resume(step=info.step, incarnation=info.incarnation, tier="stored"), []
-        found = catalog.newest_good()
+        found = catalog.newest_good(before=before)
         notes = [f"step {skipped.step} was passed over: {skipped.reason}" for skipped in found.skipped]
         fences = {
             number: (fence.parent.step, fence.parent.incarnation) if fence.parent else None
             for number, fence in catalog.fences().items()
+            if before is None or number < before
         }
         committed = (found.commit.step, found.commit.incarnation) if found.commit else None
         resume = choose_resume(memory=memory(), committed=committed, fences=fences, world_size=world_size)
@@ -177,6 +188,8 @@ class RunLedger:
                 safe="nothing was changed or deleted",
                 hint="mount or repair what is missing; --ckpt-resume=never starts anew and leaves them aside for good",
             )
+        if resume is None:
+            catalog.check_fresh(before)
         if resume is None and policy == "latest":
             raise NoCheckpointError(
                 f"{self.url} has no committed checkpoint, and --ckpt-resume=latest asks for one",

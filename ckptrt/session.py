@@ -64,6 +64,7 @@ class Session:
     resume: str | None  # what the agent decided; None without an agent
     hold: RunHold | None = None
     nonce: str = ""
+    fenced_first: int | None = None  # the first fence of this process's own, if it had to choose again
     known: frozenset[CommitId] = frozenset()  # on rank 0: the commits when the candidates were listed
 
     def candidates(self) -> list[Candidate]:
@@ -86,9 +87,11 @@ class Session:
         found += [
             Candidate(step=commit.step, incarnation=commit.incarnation, tier="stored")
             # By name alone: a record that is damaged or of a newer format is met, and told of, when it is its turn.
-            for commit in self.catalog.path().commits
+            for commit in self.catalog.path(self.fenced_first).commits
             if commit.incarnation < self.incarnation and (limit is None or commit.step <= limit.step)
         ]
+        if not found:
+            self.catalog.check_fresh(self.fenced_first or self.incarnation)
         return found
 
     def fence(self, parent: Candidate | None) -> bool:
@@ -103,6 +106,9 @@ class Session:
 
     def _fence(self, parent: Candidate | None) -> list[Any]:
         if self.agent is None:
+            if not self.known.issuperset(self.catalog.commit_ids()):
+                return [self.incarnation, "", False]
+            self.fenced_first = self.fenced_first or self.incarnation
             origin = Parent(step=parent.step, incarnation=parent.incarnation) if parent else None
             try:
                 self.catalog.write_fence(self.incarnation, origin, self.ranks.world_size, this_owner())

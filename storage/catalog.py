@@ -222,14 +222,16 @@ class Catalog:
         """The commits on the valid path, newest first; overview() has those off it and damaged ones, with reasons."""
         return self.overview().valid
 
-    def newest_good(self, max_step: int | None = None, besides: Collection[CommitId] = ()) -> Selection:
+    def newest_good(
+        self, max_step: int | None = None, besides: Collection[CommitId] = (), before: int | None = None
+    ) -> Selection:
         """The newest commit on the path (of at most `max_step`) that is whole as far as names, sizes and metadata tell.
 
-        besides: commits that are known to be bad, or not wanted; they are not looked at. Reads no more commits than
+        besides: commits that are known to be bad, or not wanted; they are not looked at. before: see path(). Reads no more commits than
         needed. VersionError if a newer ckptrt wrote one on the way: it isn't passed over.
         """
         skipped: list[CommitInfo] = []
-        for commit in self.path().commits:
+        for commit in self.path(before).commits:
             if (max_step is not None and commit.step > max_step) or commit in besides:
                 continue
             info = self.examine(commit)
@@ -238,11 +240,34 @@ class Catalog:
             skipped.append(info)
         return Selection(commit=None, skipped=tuple(skipped))
 
-    def path(self) -> Lineage:
-        """The reader's rule applied to the names of all commits; reads fences only."""
+    def path(self, before: int | None = None) -> Lineage:
+        """The reader's rule applied to the names of all commits; reads fences only.
+
+        before: as if that incarnation, and newer ones, had not been fenced: for who has just fenced it and chooses anew.
+        """
         names = self._commit_names()
         fences, bad_fences = self._read_fences()
-        return trace({i: fence.parent for i, fence in fences.items()}, names.values(), bad_fences)
+        parents = {i: fence.parent for i, fence in fences.items() if before is None or i < before}
+        bad = {i: problem for i, problem in bad_fences.items() if before is None or i < before}
+        return trace(parents, names.values(), bad)
+
+    def check_fresh(self, before: int | None = None) -> None:
+        """Raise CorruptError if a start from nothing would leave checkpoints aside that nobody chose to leave.
+
+        The newest fence goes on from a step that is gone, and there are commits: somebody died between choosing it and
+        the next checkpoint, while another one's prune removed it; or the store isn't all there.
+        """
+        fences = [fence for number, fence in self.fences().items() if before is None or number < before]
+        commits = sorted(self.commit_ids(), reverse=True)
+        if fences and commits and fences[0].parent is not None:
+            parent = fences[0].parent
+            raise CorruptError(
+                f"{self.tier.url} goes on from step {parent.step} of incarnation {parent.incarnation}, which is gone; "
+                f"there is step {commits[0].step} of incarnation {commits[0].incarnation}, but it is off the path",
+                safe="nothing was changed or deleted",
+                hint=f"look with `ckptrt ls`; removing {fence_name(fences[0].incarnation)} brings the older path back, "
+                "--ckpt-resume=never (or another directory) starts anew",
+            )
 
     def examine(self, commit: CommitId) -> CommitInfo:
         """Check one commit: its record, the manifest's head, and that all shard files have their sizes.
