@@ -98,5 +98,5 @@ def _fingerprint(exit_: Exit) -> str:
     if _is_consequence(exit_):
         return ""
     error = _VARYING.sub("#", exit_.error)
-    # With its own exception noted, the code may be that of the signal by which it was stopped while it was still exiting.
+    # With its own exception noted, the code may be that of the signal by which it was stopped on its way out.
     return error if exit_.error_at_s is not None else f"{describe_code(exit_.code)}: {error}"

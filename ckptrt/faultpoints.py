@@ -1,7 +1,8 @@
 """Named places at which a test may kill, stop, delay or fail this process.
 
-Code calls `faultpoint("staging", rank=1, step=20)` at the moments that matter. Without `CKPTRT_FAULTS` in the environment
-at import, that is one call and one test of an empty list. With it, the variable holds one or more specs, joined by `;`:
+Code calls `faultpoint("staging", rank=1, step=20)` at the moments that matter. Without `CKPTRT_FAULTS` in the
+environment at import, that is one call and one test of an empty list. With it, the variable holds one or more specs,
+joined by `;`:
 
     spec    = name [ "@" fact "=" value { "," fact "=" value } ] ":" action
     action  = kill              SIGKILL to this process
@@ -13,8 +14,9 @@ at import, that is one call and one test of an empty list. With it, the variable
     CKPTRT_FAULTS='staging@rank=1,step=20,incarnation=2:kill;fsync@rank=0:error=EIO'
 
 A spec matches a call of its name whose facts have, as text, every value that the spec asks for; a fact that the call
-doesn't give never matches. Each spec fires at most once per process (a forked child starts with what its parent had left),
-those that match one call in the order in which they are written. A spec that can't be read is a UsageError at import.
+doesn't give never matches. Each spec fires at most once per process (a forked child starts with what its parent had
+left), those that match one call in the order in which they are written. A spec that can't be read is a UsageError at
+import.
 """
 
 from __future__ import annotations

@@ -204,8 +204,8 @@ class Runtime:
 
         Every rank calls it at the same step. Returns at once with a handle; if no slot is free, the save is skipped,
         counted, and the handle has the error. wait: wait for a free slot instead, such as at the end of the training.
-        A second call at the same step waits for the first one's outcome and returns its handle if it is committed: a step
-        is stored once. If it has failed, on every rank then, the step is tried again.
+        A second call at the same step waits for the first one's outcome and returns its handle if it is committed: a
+        step is stored once. If it has failed, on every rank then, the step is tried again.
         """
         self._check_open()
         if self._link is None:
@@ -301,7 +301,7 @@ class Runtime:
         self._raise_pending()
 
     def _tell_unsaved(self) -> None:
-        """At the end, say which steps would be run again by a resume. Snapshots are taken when asked for, never here."""
+        """At the end, say which steps a resume would run again. Snapshots are taken when asked for, never here."""
         saved = self.last_committed or 0
         if self.rank == 0 and self._link is not None and self.step_count > saved:
             kept = f"the newest committed one is {saved}" if self.last_committed is not None else "none is committed"

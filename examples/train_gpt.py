@@ -15,6 +15,7 @@ import json
 import os
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--batch", type=int, default=12, help="samples a step, over all ranks")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--dir", default="ckptrt-runs/gpt", help="where checkpoints lie: a directory or s3://bucket/run")
+    parser.add_argument("--dir", default="ckptrt-runs/gpt", help="of checkpoints: a path or s3://bucket/run")
     parser.add_argument("--losses", help="append each step's loss to this file, exactly, as JSON lines")
     args = parser.parse_args()
     if args.parallel == "none" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -115,7 +116,7 @@ def main() -> None:
     torch.manual_seed(args.seed + rank)  # dropout differs between ranks
     text = corpus()
 
-    state = {"model": model, "optim": optim, "sched": sched, "progress": progress}
+    state: dict[str, Any] = {"model": model, "optim": optim, "sched": sched, "progress": progress}
     rt = ckptrt.init(args.dir, every=args.every, keep=args.keep, when_busy="wait", **state)
     rt.restore()
     for step in range(rt.start_step, args.steps):

@@ -227,8 +227,8 @@ class Catalog:
     ) -> Selection:
         """The newest commit on the path (of at most `max_step`) that is whole as far as names, sizes and metadata tell.
 
-        besides: commits that are known to be bad, or not wanted; they are not looked at. before: see path(). Reads no more commits than
-        needed. VersionError if a newer ckptrt wrote one on the way: it isn't passed over.
+        besides: commits that are known to be bad, or not wanted; they are not looked at. before: see path(). Reads no
+        more commits than needed. VersionError if a newer ckptrt wrote one on the way: it isn't passed over.
         """
         skipped: list[CommitInfo] = []
         for commit in self.path(before).commits:
@@ -243,7 +243,7 @@ class Catalog:
     def path(self, before: int | None = None) -> Lineage:
         """The reader's rule applied to the names of all commits; reads fences only.
 
-        before: as if that incarnation, and newer ones, had not been fenced: for who has just fenced it and chooses anew.
+        before: as if that incarnation, and newer ones, had not been fenced: for who has just done so and chooses anew.
         """
         names = self._commit_names()
         fences, bad_fences = self._read_fences()

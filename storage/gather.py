@@ -300,8 +300,8 @@ class RunWriter:
                     f"step {step} was committed before all ranks had written an older one",
                     safe=f"step {step} is committed",
                 )
-                for old in [old for old in sorted(self._pending) if old < step]:
-                    done.append(Notice(step=old, error=late, retry=self._pending.pop(old).retry))
+                overtaken = [old for old in sorted(self._pending) if old < step]
+                done += [Notice(step=old, error=late, retry=self._pending.pop(old).retry) for old in overtaken]
             if mine is not None:
                 done.append(Notice(step=step, error=error, retry=mine.retry))
         for notice in done:

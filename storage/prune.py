@@ -113,8 +113,8 @@ def plan_prune(
     """Decide what goes; changes nothing.
 
     now_s: seconds since 1970, compared with the store's times of writing. examine: what tells a good commit from a
-    damaged one; by default Catalog.examine, which looks at records and sizes and reads no data. Raises VersionError if the run has records
-    of a newer format: what they need can't be told.
+    damaged one; by default Catalog.examine, which looks at records and sizes and reads no data. Raises VersionError if
+    the run has records of a newer format: what they need can't be told.
     """
     folders = _data_folders(catalog)
     lineage = catalog.path()

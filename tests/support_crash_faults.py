@@ -35,7 +35,7 @@ _CHANGES_NAMES = ("link", "unlink", "mkdir", "rmdir")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """How calls fail. only: those that can fail so; empty for all. lost: the call is done but its answer isn't heard."""
+    """How calls fail. only: those that can fail so, empty for all. lost: the call is done but its answer not heard."""
 
     name: str
     code: int = 0

@@ -52,8 +52,10 @@ class WatchedFs(Fs):
     read or write do half of its work, an errno of "lost" kind (negative) is raised after the work was done.
     """
 
-    def __init__(self, base: str) -> None:
+    def __init__(self, base: str, *, syncs: bool = False) -> None:
+        """syncs: really sync files and folders; else that is only put down, which is enough for the model."""
         self.base = base
+        self._syncs = syncs
         self.log: list[Op] = []
         self.num_calls = 0
         self.on_call: Callable[[str, int], str | int | None] = lambda call, number: None
@@ -152,9 +154,10 @@ class WatchedFs(Fs):
         super().set_direct(fd, direct)
 
     def fsync(self, fd: int) -> None:
-        """The file system is a memory disk: what a sync means is only what the log's reader makes of it."""
         try:
             self._enter("fsync")
+            if self._syncs:
+                super().fsync(fd)
         except OSError:
             self.log.append(Op(kind="fsync_failed", inode=self.open_files[fd]))
             raise
@@ -200,7 +203,7 @@ class WatchedFs(Fs):
 
     def fsync_dir(self, path: str) -> None:
         self._enter("fsync_dir")
-        if not os.path.isdir(path):
+        if self._syncs or not os.path.isdir(path):
             super().fsync_dir(path)
         if path in self._inodes:  # folders above the base were there before
             self.log.append(Op(kind="fsync_dir", inode=self._inodes[path]))

@@ -662,6 +662,7 @@ def test_another_kind_of_optimizer_is_refused_and_left_alone():
     model(torch.ones(1, 3)).sum().backward()
     saved.step()
     other = torch.optim.SGD(model.parameters(), lr=0.5)
-    with snapshot({"model": model, "optim": saved}) as kept, pytest.raises(MismatchError, match="saved AdamW, here SGD"):
+    words = "saved AdamW, here SGD"
+    with snapshot({"model": model, "optim": saved}) as kept, pytest.raises(MismatchError, match=words):
         kept.load({"model": model, "optim": other})
     assert other.param_groups[0]["lr"] == 0.5 and not other.state

@@ -148,7 +148,7 @@ def test_cause_and_consequences(exits: list[Exit], cause: int, consequences: lis
         (ended(0, -11, 0), ended(0, -6, 0), False),
         (ended(0, 3, 0), ended(0, 4, 0), False),
         # stopped by us while it was still printing its exception
-        (ended(0, 1, 2, error="E: a", error_at_s=1.0), ended(0, -15, 2, error="E: a", error_at_s=1.0, by_us=True), True),
+        (ended(0, 1, 2, error="E", error_at_s=1.0), ended(0, -15, 2, error="E", error_at_s=1.0, by_us=True), True),
     ],
 )
 def test_fingerprints(one: Exit, other: Exit, same: bool) -> None:

@@ -20,7 +20,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
         yield Reference(job)
 
 
-@pytest.mark.parametrize("fault", ["sealed@rank=1,step=16,incarnation=1:kill", "persisting@rank=1,step=16:kill-pid;persisting@rank=1,step=16:sleep=0.5"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "sealed@rank=1,step=16,incarnation=1:kill",
+        "persisting@rank=1,step=16:kill-pid;persisting@rank=1,step=16:sleep=0.5",
+    ],
+)
 def test_a_job_that_resumes_at_its_last_step_ends_with_that_step_committed(
     tmp_path: Path, reference: Reference, fault: str
 ) -> None:

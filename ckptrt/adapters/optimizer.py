@@ -89,7 +89,7 @@ class OptimizerAdapter:
 
     def prepare(self, saved: SavedComponent) -> Loading:
         if saved.data["kind"] != self._kind:
-            # Many share names of options and state, so that one would go on with numbers that mean something else to it.
+            # Many share names of options and state: one would go on with numbers that mean something else to it.
             raise mismatch(self.name, [f"kind      {self.name}   saved {saved.data['kind']}, here {self._kind}"])
         named = self._named()
         stored_state: Mapping[str, Mapping[str, Any]] = saved.data["state"]
