@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from support_runs import FakeRun, make_run
@@ -14,8 +15,10 @@ from ckptrt import session as session_module
 from ckptrt.agents.ledger import RunLedger
 from ckptrt.errors import CorruptError, UsageError
 from ckptrt.storage.catalog import Catalog, CommitId, open_catalog
-from ckptrt.storage.layout import commit_name
+from ckptrt.storage.checkpoint import Checkpoint
+from ckptrt.storage.layout import DATA, commit_name
 from ckptrt.storage.prune import prune_committed
+from ckptrt.storage.records import seal
 from ckptrt.storage.tiers import open_tier
 
 
@@ -64,11 +67,6 @@ def test_a_commit_and_a_prune_during_the_restore_do_not_take_the_parent_away(
 
 def copy_commit(run: FakeRun, source: Any, step: int) -> None:
     """Commit the same shard file as another step of the same incarnation."""
-    import msgspec
-
-    from ckptrt.storage.layout import DATA
-    from ckptrt.storage.records import seal
-
     receipt = source.receipt(0)
     folder = f"s{step:09d}.i{source.id.incarnation:08d}.0c"
     data = run.tier.read(DATA + receipt.shard.name)
@@ -135,7 +133,7 @@ def test_nobody_starts_fresh_when_the_fence_s_parent_is_gone(tmp_path: Path) -> 
     ledger = RunLedger(lambda above: (above + 1, ""))
     ledger.open_run(url, {})
     try:
-        with pytest.raises(CorruptError, match="from step 10 of incarnation 1, which is gone; there is step 20"):
+        with pytest.raises(CorruptError, match="step 10 of incarnation 1, which is gone; there is step 20"):
             ledger.advance(memory=list, policy="auto", world_size=2)
     finally:
         ledger.close()
@@ -154,3 +152,25 @@ def test_a_step_that_is_tried_again_never_takes_parts_of_the_first_try(tmp_path:
         again = rt.save()
         assert again.committed.exception(30) is not None, "the step is committed, with other data"
     assert len(list(Path(url, "data").iterdir())) == 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("change", [{"chunk_bytes": 0}, {"chunk_bytes": -4096}, {"chunks": ""}])
+def test_a_sealed_receipt_that_makes_no_sense_is_damage_and_the_older_step_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    url = str(tmp_path / "run")
+    saved(url, 1, 2)
+    real = Checkpoint.receipts
+
+    def hostile(self: Checkpoint) -> Any:
+        for receipt in real(self):
+            shard = receipt.shard
+            yield msgspec.structs.replace(
+                receipt, shard=msgspec.structs.replace(shard, **change) if self.id.step == 2 else shard
+            )
+
+    monkeypatch.setattr(Checkpoint, "receipts", hostile)
+    with ckptrt.init(url, **model_state()) as rt:
+        restored = rt.restore()
+    assert restored is not None and restored.step == 1
