@@ -398,7 +398,9 @@ class Runtime:
             return
         url = self._session.url
         if restored is None:
-            say.line("start", f"fresh: no committed checkpoint in {url} · incarnation {self.incarnation}")
+            aside = len(self._session.catalog.commit_ids())
+            left = f"{aside} checkpoints of older incarnations are left aside" if aside else "no committed checkpoint"
+            say.line("start", f"fresh: {left} in {url} · incarnation {self.incarnation}")
             return
         saved, now = restored.world_size, self.world_size
         ranks = f"{now} rank{'s' * (now > 1)}" + (" (same as saved)" if saved == now else f" (saved by {saved})")
