@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED
 from concurrent.futures import TimeoutError as FutureTimeoutError  # Python 3.10 has a class of its own
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from ckptrt import say
 from ckptrt.adapters import adapt
@@ -25,15 +24,13 @@ from ckptrt.persisting import OwnPersister, PersisterLink
 from ckptrt.ranks import find_ranks
 from ckptrt.restoring import Restored, restore_newest
 from ckptrt.session import Candidate, join_run
-from ckptrt.snapshot import SaveHandle, SaveStats
+from ckptrt.snapshot import OnError, SaveHandle, SavePolicy, SaveStats, UnderWay, WhenBusy
 from ckptrt.staging import CopyStager, Stager
 from ckptrt.storage.owner import made_by
 from ckptrt.wire import Message
 
 __all__ = ["Runtime", "init"]
 
-OnError = Literal["warn", "raise"]
-WhenBusy = Literal["skip", "wait"]
 
 _COMMIT_LINE_EVERY_S = 5.0
 _CLOSE_TIMEOUT_S = 120.0  # a rank elsewhere may have failed to write and can't say so
@@ -83,23 +80,6 @@ def init(
     return Runtime(url, env, state, policy, rng=rng, storage_options=dict(storage_options or {}))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavePolicy:
-    """When to save, what to keep, and what to do when a save fails or finds no slot: see `init`."""
-
-    every: int | None
-    keep: int | None
-    on_error: OnError
-    when_busy: WhenBusy
-
-
-class _UnderWay(NamedTuple):
-    handle: SaveHandle
-    slot: int
-    started_s: float
-    retry: int
-
-
 class Runtime:
     """One rank's checkpointing. Made by `ckptrt.init`; not to be shared between threads.
 
@@ -133,7 +113,7 @@ class Runtime:
             self._own_persister.ensure()  # its start takes a third of a second: let it be over by the first save
         self._link: PersisterLink | None = None
         self._lock = threading.Lock()
-        self._in_flight: dict[int, _UnderWay] = {}  # by step
+        self._in_flight: dict[int, UnderWay] = {}  # by step
         self._retry = 0  # how often the save of this step has failed before
         self._last_save: SaveHandle | None = None
         self._raise_next: Error | None = None
@@ -248,7 +228,7 @@ class Runtime:
         facts = {"rank": self.rank, "step": step, "incarnation": self.incarnation}
         faultpoint("sealed", **facts)
         with self._lock:
-            self._in_flight[step] = _UnderWay(handle, staged.slot, started_s, self._retry)
+            self._in_flight[step] = UnderWay(handle, staged.slot, started_s, self._retry)
         self._link.submit(step, staged.slot, self._arena.fd, self._retry)
         faultpoint("submitted", **facts)
         return handle
@@ -439,7 +419,7 @@ class Runtime:
         elif op in ("warning", "lost"):
             self._tell_error(from_data(message))
 
-    def _committed(self, save: _UnderWay) -> None:
+    def _committed(self, save: UnderWay) -> None:
         handle, step = save.handle, save.handle.step
         self.last_committed = max(step, self.last_committed or 0)
         self.stats.committed += 1

@@ -1,11 +1,15 @@
-"""One snapshot in flight: what the caller of save() holds in the hand."""
+"""One snapshot in flight: what the caller of save() holds in the hand, what becomes of it, and the rules for saving."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-__all__ = ["SaveHandle", "SaveStats"]
+__all__ = ["OnError", "SaveHandle", "SavePolicy", "SaveStats", "UnderWay", "WhenBusy"]
+
+OnError = Literal["warn", "raise"]
+WhenBusy = Literal["skip", "wait"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +35,22 @@ class SaveStats:
     skipped: int = 0
     stall_s: float = 0.0
     last_error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePolicy:
+    """When to save, what to keep, and what to do when a save fails or finds no slot: see `init`."""
+
+    every: int | None
+    keep: int | None
+    on_error: OnError
+    when_busy: WhenBusy
+
+
+class UnderWay(NamedTuple):
+    """A save that was handed over: its slot, when it began, and how often the step had failed before."""
+
+    handle: SaveHandle
+    slot: int
+    started_s: float
+    retry: int
