@@ -100,6 +100,7 @@ class PersisterLink:
         self._lock = threading.Lock()
         self._channel: wire.Channel | None = None
         self._submitted: dict[int, _Submitted] = {}
+        self._skips: list[wire.Message] = []
         self._closing = False
         self._handed_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ckptrt-persister-link", daemon=True)
@@ -117,9 +118,12 @@ class PersisterLink:
 
     def skip(self, step: int, retry: int = 0) -> None:
         """Say that this rank has no snapshot of a step, so that no other rank waits for it."""
+        message: wire.Message = {"op": "skip", "step": step, "retry": retry}
         with self._lock, contextlib.suppress(OSError):
-            if self._channel is not None:
-                self._channel.send({"op": "skip", "step": step, "retry": retry})
+            if self._channel is None:
+                self._skips.append(message)  # the first steps may be over before the persister is up
+            else:
+                self._channel.send(message)
 
     def close(self) -> None:
         """Hang up. What was handed over is still written."""
@@ -197,6 +201,9 @@ class PersisterLink:
             self._channel = channel
             for step in sorted(self._submitted):
                 self._send(channel, step, again)
+            skips, self._skips = self._skips, []
+            for message in skips:
+                channel.send(message)
             if self._closing:  # close() came while there was no channel to wake this thread by
                 channel.sock.shutdown(2)
 

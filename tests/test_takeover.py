@@ -12,8 +12,10 @@ from support_runs import FakeRun, make_run
 
 import ckptrt
 from ckptrt import session as session_module
+from ckptrt import wire
 from ckptrt.agents.ledger import RunLedger
 from ckptrt.errors import CorruptError, UsageError
+from ckptrt.persisting import PersisterLink
 from ckptrt.storage.catalog import Catalog, CommitId, open_catalog
 from ckptrt.storage.checkpoint import Checkpoint
 from ckptrt.storage.layout import DATA, commit_name
@@ -174,3 +176,21 @@ def test_a_sealed_receipt_that_makes_no_sense_is_damage_and_the_older_step_is_lo
     with ckptrt.init(url, **model_state()) as rt:
         restored = rt.restore()
     assert restored is not None and restored.step == 1
+
+
+def test_a_skip_before_the_persister_is_up_is_told_once_it_is(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    heard: list[dict[str, Any]] = []
+    link = PersisterLink(path, {"op": "hello", "rank": 1}, heard.append)
+    link.skip(5)
+    listener = wire.listen(path)
+    sock, _ = listener.accept()
+    channel = wire.Channel(sock)
+    try:
+        assert channel.receive() == ({"op": "hello", "rank": 1}, ())
+        channel.send({"op": "ready"})
+        assert channel.receive() == ({"op": "skip", "step": 5, "retry": 0}, ())
+    finally:
+        link.close()
+        channel.close()
+        listener.close()
