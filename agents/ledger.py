@@ -121,7 +121,9 @@ class RunLedger:
             decided_s = time.monotonic()
             parent = storage.Parent(step=resume.step, incarnation=resume.incarnation) if resume else None
             number = self._next(catalog.newest_incarnation(), notes)
-            if not known.issuperset(catalog.commit_ids()):
+            # What is in memory is newer than what its workers' persister may still commit, and prune can't reach it.
+            from_memory = resume is not None and resume.tier == "memory"
+            if not from_memory and not known.issuperset(catalog.commit_ids()):
                 self._unfenced = number
                 continue
             try:
@@ -129,7 +131,7 @@ class RunLedger:
                 mine = mine or number
                 # What the last workers' persister committed before the fence counts, and it may have pruned our choice
                 # for it. After the fence it can do neither.
-                if known.issuperset(catalog.commit_ids()):
+                if from_memory or known.issuperset(catalog.commit_ids()):
                     break
                 _log.warning("event=late_commit url=%s incarnation=%d", self.url, number)
             except (ExistsError, FencedError) as error:

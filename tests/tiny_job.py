@@ -69,7 +69,7 @@ def seed_all(seed: int) -> None:
 def save(rt: ckptrt.Runtime, pending: list[ckptrt.SaveHandle], notes: Notes) -> None:
     """Save without a skip: of two slots one may still be on its way to the storage, not both."""
     settle(pending, notes, left=1)
-    pending.append(rt.save())
+    pending.append(rt.save(wait=True))
     notes.write("saved" if pending[-1].staged.exception() is None else "unsaved", step=rt.step_count)
 
 
