@@ -10,7 +10,7 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -71,7 +71,7 @@ class FaultLoop:
     def run(
         self,
         scenario: Scenario,
-        faults: tuple[Fault, ...] = FAULTS,
+        faults: Sequence[Fault] = FAULTS,
         stride: int = 1,
         offset: int = 0,
         only: str | None = None,

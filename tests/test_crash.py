@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from crash import FAULT_SCENARIOS, Task, run_task
-from support_crash_disk import build, choices, crash_points, digest, materialise
+from support_crash_disk import Tree, build, choices, crash_points, digest, materialise
 from support_crash_explore import Explorer, play
 from support_crash_faults import FAULTS, FaultLoop, damage_loop
 from support_crash_job import Job, Violation
