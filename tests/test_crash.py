@@ -146,9 +146,9 @@ def test_choices_are_bounded_and_the_simple_ones_come_first() -> None:
 
 
 def test_equal_trees_are_known_whatever_their_temporary_files_are_called() -> None:
-    one: dict[str, bytes | None] = {"a": None, "a/.tmp-1": b"x", "a/y": b"z"}
+    one: Tree = {"a": None, "a/.tmp-1": b"x", "a/y": b"z"}
+    others: list[Tree] = [{**one, "a/y": b"Z"}, {"a": None}, {"a": b""}, {}]
     assert digest(one) == digest({"a": None, "a/.tmp-2": b"x", "a/y": b"z"})
-    others: list[dict[str, bytes | None]] = [{**one, "a/y": b"Z"}, {"a": None}, {"a": b""}, {}]
     assert len({digest(tree) for tree in (one, *others)}) == 5
 
 
