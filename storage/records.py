@@ -12,6 +12,7 @@ minor one may add fields to a body, which older readers ignore.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,8 +21,9 @@ import xxhash
 from ckptrt.errors import CorruptError, VersionError
 
 __all__ = [
-    "VERSION", "CommitRecord", "FenceRecord", "ManifestHead", "ManifestRef", "ObjectRecord", "Owner", "Parent",
-    "ReceiptRecord", "RunRecord", "Section", "ShardRecord", "TensorRecord", "seal", "unseal",
+    "VERSION", "BorrowedRecord", "CommitRecord", "DigestRecord", "FenceRecord", "ManifestHead", "ManifestRef",
+    "ObjectRecord", "Owner", "Parent", "ReceiptRecord", "RunRecord", "Section", "ShardRecord", "TensorRecord", "seal",
+    "unseal",
 ]  # fmt: skip
 
 VERSION = (1, 0)
@@ -126,7 +128,27 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     chunks: str
 
 
-class ReceiptRecord(msgspec.Struct, frozen=True, kw_only=True):
+class BorrowedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors that haven't changed since an older checkpoint, and that one's shard file, where they still lie."""
+
+    shard: ShardRecord
+    tensors: tuple[TensorRecord, ...]
+
+
+class DigestRecord(msgspec.Struct, frozen=True, array_like=True):
+    """xxh3-128 of a region's bytes (32 hex digits), by which a later save knows that it hasn't changed."""
+
+    key: str
+    offsets: tuple[int, ...]
+    xxh3: str
+
+
+class ReceiptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one rank stored: its own file with `tensors` and `objects`, and what it `borrowed` from older files.
+
+    digests: of the tensors that seldom change. metrics: numbers of the training loop at this step (rank 0 only).
+    """
+
     rank: int
     world_size: int
     step: int
@@ -134,6 +156,15 @@ class ReceiptRecord(msgspec.Struct, frozen=True, kw_only=True):
     shard: ShardRecord
     tensors: tuple[TensorRecord, ...]
     objects: tuple[ObjectRecord, ...]
+    borrowed: tuple[BorrowedRecord, ...] = ()
+    digests: tuple[DigestRecord, ...] = ()
+    metrics: dict[str, float] = {}
+
+    def files(self) -> Iterator[tuple[ShardRecord, tuple[TensorRecord, ...]]]:
+        """Each file that holds tensors of this rank, its own first, with what lies in it."""
+        yield self.shard, self.tensors
+        for borrowed in self.borrowed:
+            yield borrowed.shard, borrowed.tensors
 
 
 class Section(msgspec.Struct, frozen=True, array_like=True):
