@@ -174,7 +174,7 @@ def _components(
     tensors: defaultdict[str, dict[str, SavedTensor]] = defaultdict(dict)
     for part in parts:
         for record in part.tensors:
-            if record.rank_only and part is not mine:
+            if record.rank_only and part.rank != mine.rank:
                 continue
             component = _component_of(record.key, there)
             tensors[component][record.key[len(component) + 1 :]] = SavedTensor(
@@ -208,7 +208,7 @@ def _plain_data(source: Source, mine: Part) -> dict[str, Any]:
     reads = [Read(record.start, record.size_bytes) for record in mine.objects]
     if not reads:
         return {}
-    with source.mapped(mine.rank, reads) as buffer:
+    with source.mapped(mine, reads) as buffer:
         return {
             record.key: json.loads(bytes(buffer[record.start : record.start + record.size_bytes]))
             for record in mine.objects
@@ -219,22 +219,22 @@ def _fill(source: Source, parts: Sequence[Part], mine: Part, wants: Sequence[Wan
     """Read every wanted region into its host tensor, file by file."""
     shapes: dict[str, tuple[int, ...]] = {}
     stored: list[Stored] = []
-    for part in parts:
+    for number, part in enumerate(parts):
         for record in part.tensors:
-            if record.rank_only and part is not mine:
+            if record.rank_only and part.rank != mine.rank:
                 continue
             shapes[record.key] = record.shape
             region = Region(record.offsets, record.sizes)
             size = item_bytes(record.dtype)
-            stored.append(Stored(record.key, record.shape, size, region, part.rank, record.start))
+            stored.append(Stored(record.key, record.shape, size, region, number, record.start))
     wanted = [Wanted(want.key, shapes[want.key], want.region) for want in wants]
     plan = plan_restore(stored, wanted)
     copies: defaultdict[int, list[Copy]] = defaultdict(list)
     for copy in plan.copies:
         copies[int(copy.file)].append(copy)
-    for rank, mine_of_file in copies.items():
-        with source.mapped(rank, plan.reads[rank]) as buffer:
-            _scatter(buffer, mine_of_file, wants)
+    for number, copies_of_file in copies.items():
+        with source.mapped(parts[number], plan.reads[number]) as buffer:
+            _scatter(buffer, copies_of_file, wants)
 
 
 def _scatter(buffer: memoryview, copies: Sequence[Copy], wants: Sequence[Want]) -> None:

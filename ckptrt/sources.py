@@ -26,7 +26,7 @@ _READERS = 4
 
 
 class Part(Protocol):
-    """What one rank stored."""
+    """What lies in one file: a rank's own, or an older one that it borrows from (which gives no plain data)."""
 
     rank: int
     tensors: tuple[TensorRecord, ...]
@@ -34,16 +34,16 @@ class Part(Protocol):
 
 
 class Source(Protocol):
-    """A checkpoint's bytes by rank. Everything that `mapped` hands out has been verified as far as the tier allows."""
+    """A checkpoint's bytes by file. Everything that `mapped` hands out has been verified as far as the tier allows."""
 
     world_size: int
 
     def parts(self) -> Sequence[Part]:
-        """What each rank stored, in order of ranks."""
+        """The ranks' own files in order of ranks, then those that they borrow from."""
         ...
 
-    def mapped(self, rank: int, reads: Sequence[Read]) -> AbstractContextManager[memoryview]:
-        """The rank's shard file as one buffer, of which (at least) the asked-for ranges hold their bytes.
+    def mapped(self, part: Part, reads: Sequence[Read]) -> AbstractContextManager[memoryview]:
+        """The part's file as one buffer, of which (at least) the asked-for ranges hold their bytes.
 
         CorruptError names file, bytes and tensors if anything differs from what was written.
         """
@@ -90,14 +90,14 @@ class MemorySource:
         return [self._parts[rank] for rank in range(self.world_size)]
 
     @contextmanager
-    def mapped(self, rank: int, reads: Sequence[Read]) -> Iterator[memoryview]:
-        yield self._images[rank]
+    def mapped(self, part: Part, reads: Sequence[Read]) -> Iterator[memoryview]:
+        yield self._images[part.rank]
 
 
-class _ReceiptPart:
-    def __init__(self, receipt: ReceiptRecord) -> None:
-        self.rank, self.tensors, self.objects = receipt.rank, receipt.tensors, receipt.objects
-        self.shard = receipt.shard
+class _FilePart:
+    def __init__(self, receipt: ReceiptRecord, shard: ShardRecord, tensors: tuple[TensorRecord, ...]) -> None:
+        self.rank, self.shard, self.tensors = receipt.rank, shard, tensors
+        self.objects = receipt.objects if shard is receipt.shard else ()
 
 
 class StoredSource:
@@ -105,20 +105,22 @@ class StoredSource:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._parts = [_ReceiptPart(receipt) for receipt in checkpoint.receipts()]
-        self.world_size = len(self._parts)
+        receipts = list(checkpoint.receipts())
+        self.world_size = len(receipts)
+        parts = [_FilePart(receipt, *file) for receipt in receipts for file in receipt.files()]
+        self._parts = sorted(parts, key=lambda part: part.shard is not receipts[part.rank].shard)
 
     def parts(self) -> Sequence[Part]:
         return self._parts
 
     @contextmanager
-    def mapped(self, rank: int, reads: Sequence[Read]) -> Iterator[memoryview]:
-        part = self._parts[rank]
+    def mapped(self, part: Part, reads: Sequence[Read]) -> Iterator[memoryview]:
+        assert isinstance(part, _FilePart)
         # Address space is free and only pages that are read into take memory, so ranges keep their places. The map goes
         # with its last view: an error on its way up may hold one, so nothing is closed by force.
         view = memoryview(mmap.mmap(-1, max(part.shard.size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         wide = chunk_aligned(reads, part.shard.chunk_bytes, part.shard.size_bytes)
-        read_verified(self._checkpoint.tier, part.shard, part.tensors, wide, view, rank)
+        read_verified(self._checkpoint.tier, part.shard, part.tensors, wide, view, part.rank)
         yield view
 
 

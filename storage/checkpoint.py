@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptrt.errors import CorruptError, UsageError
 from ckptrt.storage.layout import DATA, MANIFEST, CommitId, parse_data_dir, parse_shard_path
-from ckptrt.storage.manifest import open_head, open_section, section_bytes
+from ckptrt.storage.manifest import borrowed_files, open_head, open_section, section_bytes
 from ckptrt.storage.records import CommitRecord, ManifestHead, ReceiptRecord, Section
 from ckptrt.storage.tiers import Tier
 
@@ -66,7 +66,7 @@ class Checkpoint:
 
     def file_sizes(self) -> dict[str, int]:
         """Names and bytes of everything in the folders that hold this checkpoint's shard files."""
-        folders = sorted({section.shard.partition("/")[0] for section in self.head().sections})
+        folders = sorted({name.partition("/")[0] for section in self.head().sections for name, _ in section.files()})
         return {e.name: e.size_bytes for folder in folders for e in self.tier.list(f"{DATA}{folder}/")}
 
     def problems(self) -> list[str]:
@@ -74,11 +74,12 @@ class Checkpoint:
         found: list[str] = []
         sizes = self.file_sizes()
         for section in self.head().sections:
-            name = DATA + section.shard
-            if name not in sizes:
-                found.append(f"{name} (rank {section.rank}) is missing")
-            elif sizes[name] != section.shard_bytes:
-                found.append(f"{name} (rank {section.rank}) has {sizes[name]} bytes instead of {section.shard_bytes}")
+            for shard, size_bytes in section.files():
+                name = DATA + shard
+                if name not in sizes:
+                    found.append(f"{name} (rank {section.rank}) is missing")
+                elif sizes[name] != size_bytes:
+                    found.append(f"{name} (rank {section.rank}) has {sizes[name]} bytes instead of {size_bytes}")
         return found
 
     def _section(self, rank: int) -> Section:
@@ -120,7 +121,11 @@ def check_commit(record: CommitRecord, commit: CommitId, where: str) -> None:
         if "/" in name or parse_data_dir(DATA + name) is None:
             raise CorruptError(f"{where} is damaged: {name!r} can't be a data folder")
     reference = record.manifest
-    if record.world_size < 1 or record.size_bytes < 0 or not 0 < reference.head_bytes <= reference.size_bytes:
+    if (
+        record.world_size < 1
+        or not 0 <= record.new_bytes <= record.size_bytes
+        or not 0 < reference.head_bytes <= reference.size_bytes
+    ):
         raise CorruptError(f"{where} is damaged: its sizes can't be true")
 
 
@@ -132,7 +137,10 @@ def check_head(head: ManifestHead, record: CommitRecord, where: str) -> None:
     for rank, section in enumerate(head.sections):
         if section.rank != rank or section.start != position or section.size_bytes < 1 or section.shard_bytes < 0:
             raise CorruptError(f"{where} is damaged: the section of rank {rank} is out of place")
-        _check_shard(section.shard, record, where)
+        if any(file.shard_bytes < 0 or not 0 <= file.used_bytes <= file.shard_bytes for file in section.borrowed):
+            raise CorruptError(f"{where} is damaged: the sizes of rank {rank}'s borrowed files can't be true")
+        for number, (shard, _) in enumerate(section.files()):
+            _check_shard(shard, record, where, is_own=number == 0)
         position += section.size_bytes
     if len(head.sections) != head.world_size or record.manifest.head_bytes + position != record.manifest.size_bytes:
         raise CorruptError(f"{where} is damaged: its sections don't add up to it")
@@ -144,11 +152,17 @@ def check_receipt(receipt: ReceiptRecord, section: Section, record: CommitRecord
     mine = (record.step, record.incarnation, record.world_size, section.rank, section.shard, section.shard_bytes)
     if (receipt.step, receipt.incarnation, receipt.world_size, receipt.rank, shard.name, shard.size_bytes) != mine:
         raise CorruptError(f"{where} is damaged: the receipt of rank {section.rank} belongs to something else")
+    try:
+        borrowed = borrowed_files(receipt)
+    except UsageError as error:
+        raise CorruptError(f"{where} is damaged: in the receipt of rank {section.rank}, {error.what}") from None
+    if borrowed != section.borrowed:
+        raise CorruptError(f"{where} is damaged: rank {section.rank} borrows from other files than its head says")
 
 
-def _check_shard(name: str, record: CommitRecord, where: str) -> None:
+def _check_shard(name: str, record: CommitRecord, where: str, is_own: bool) -> None:
     path = parse_shard_path(name)
     if path is None:
         raise CorruptError(f"{where} is damaged: {name!r} can't be a shard file")
-    if path[0] != record.data and path[0] not in record.references:
+    if path[0] not in ((record.data,) if is_own else record.references):
         raise CorruptError(f"{where} is damaged: its commit doesn't name the folder of {name!r}")

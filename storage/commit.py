@@ -8,16 +8,16 @@ off the path of the newer fence: see lineage.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 
 from ckptrt.clock import Clock
-from ckptrt.errors import CorruptError, ExistsError, MismatchError, StorageError
+from ckptrt.errors import CorruptError, ExistsError, MismatchError, PersistError, StorageError
 from ckptrt.storage.catalog import Catalog, CommitInfo
-from ckptrt.storage.checkpoint import check_commit
+from ckptrt.storage.checkpoint import check_commit, check_head
 from ckptrt.storage.layout import DATA, MANIFEST, CommitId, commit_name, fence_name, parse_shard_path
 from ckptrt.storage.manifest import build
-from ckptrt.storage.records import CommitRecord, ReceiptRecord, seal, unseal
+from ckptrt.storage.records import CommitRecord, ManifestHead, ReceiptRecord, seal, unseal
 from ckptrt.storage.tiers import Tier
 
 __all__ = ["commit"]
@@ -42,25 +42,49 @@ def commit(
     """
     commit_id = CommitId(step, incarnation)
     _check_fence(catalog, incarnation)
-    shards = _check_receipts(commit_id, receipts)
-    manifest, reference = build(step, incarnation, receipts, {rank: r.shard for rank, r in shards.items()})
-    folders = {receipt.shard.name.partition("/")[0] for receipt in shards.values()}
+    records = _check_receipts(commit_id, receipts)
+    manifest, head, reference = build(step, incarnation, receipts, records)
+    folders = {name.partition("/")[0] for section in head.sections for name, _ in section.files()}
     record = CommitRecord(
         step=step,
         incarnation=incarnation,
         world_size=len(receipts),
         data=data,
         manifest=reference,
-        size_bytes=sum(receipt.shard.size_bytes for receipt in shards.values()),
-        num_tensors=len({(t.key, r.rank if t.rank_only else None) for r in shards.values() for t in r.tensors}),
+        size_bytes=sum(section.logical_bytes for section in head.sections),
+        num_tensors=_count_tensors(records.values()),
         created_at=clock.wall_iso(),
         made_by=made_by,
         references=tuple(sorted(folders - {data})),
+        new_bytes=sum(section.shard_bytes for section in head.sections),
+        metrics=records[0].metrics,
     )
     check_commit(record, commit_id, commit_name(commit_id))
+    check_head(head, record, f"the manifest of step {step}")
+    _check_borrowed(tier, head, record)
     _create_manifest(tier, f"{DATA}{data}/{MANIFEST}", manifest)
     record = _create_commit(tier, commit_id, record)
     return CommitInfo(id=commit_id, state="committed", record=record)
+
+
+def _count_tensors(receipts: Iterable[ReceiptRecord]) -> int:
+    return len(
+        {(t.key, r.rank if t.rank_only else None) for r in receipts for _, tensors in r.files() for t in tensors}
+    )
+
+
+def _check_borrowed(tier: Tier, head: ManifestHead, record: CommitRecord) -> None:
+    """Files of older checkpoints must still be there: somebody may have pruned those since they were borrowed from."""
+    sizes = {e.name: e.size_bytes for folder in record.references for e in tier.list(f"{DATA}{folder}/")}
+    for section in head.sections:
+        for file in section.borrowed:
+            if sizes.get(DATA + file.shard) != file.shard_bytes:
+                raise PersistError(
+                    f"step {record.step} can't be committed: {tier.url}/{DATA}{file.shard}, which holds unchanged "
+                    f"tensors of rank {section.rank}, is gone or has another size",
+                    safe="what was committed before, as far as it doesn't need that file",
+                    hint="nothing need be done: the next save writes these tensors anew",
+                )
 
 
 def _check_fence(catalog: Catalog, incarnation: int) -> None:
@@ -103,7 +127,7 @@ def _check_tensors(commit_id: CommitId, receipts: Mapping[int, ReceiptRecord]) -
     seen: dict[str, tuple[int, tuple[int, ...], str]] = {}
     held: defaultdict[str, int] = defaultdict(int)
     for rank, receipt in receipts.items():
-        for tensor in receipt.tensors:
+        for tensor in (tensor for _, tensors in receipt.files() for tensor in tensors):
             if tensor.rank_only:
                 continue
             first, shape, dtype = seen.setdefault(tensor.key, (rank, tensor.shape, tensor.dtype))

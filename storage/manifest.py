@@ -14,20 +14,21 @@ import xxhash
 import zstandard
 
 from ckptrt.errors import CorruptError
-from ckptrt.storage.records import ManifestHead, ManifestRef, ReceiptRecord, Section, ShardRecord, seal, unseal
+from ckptrt.storage.records import BorrowedFile, ManifestHead, ManifestRef, ReceiptRecord, Section, seal, unseal
+from ckptrt.storage.shardfile import tensor_bytes
 
-__all__ = ["build", "open_head", "open_section", "section_bytes"]
+__all__ = ["borrowed_files", "build", "open_head", "open_section", "section_bytes"]
 
 # A frame may claim any size; nothing that ckptrt wrote expands more than this.
 _EXPANDED_MAX_BYTES = 4 << 30
 
 
 def build(
-    step: int, incarnation: int, receipts: Mapping[int, bytes], shards: Mapping[int, ShardRecord]
-) -> tuple[bytes, ManifestRef]:
-    """The manifest file made of every rank's sealed receipt, and what the commit must say of it.
+    step: int, incarnation: int, receipts: Mapping[int, bytes], records: Mapping[int, ReceiptRecord]
+) -> tuple[bytes, ManifestHead, ManifestRef]:
+    """The manifest file made of every rank's sealed receipt, its head, and what the commit must say of it.
 
-    receipts: rank -> bytes of its receipt record; ranks must be 0 to n-1. shards: the shard that each receipt names.
+    receipts: rank -> bytes of its receipt record; ranks must be 0 to n-1. records: the same, decoded.
     """
     if sorted(receipts) != list(range(len(receipts))):
         raise ValueError(f"receipts must come from ranks 0 to {len(receipts) - 1}, not {sorted(receipts)}")
@@ -37,8 +38,9 @@ def build(
     position = 0
     for rank in sorted(receipts):
         frame = compressor.compress(receipts[rank])
-        digest, shard = xxhash.xxh3_128_hexdigest(frame), shards[rank]
-        sections.append(Section(rank, position, len(frame), digest, shard.name, shard.size_bytes))
+        digest, shard = xxhash.xxh3_128_hexdigest(frame), records[rank].shard
+        borrowed = borrowed_files(records[rank])
+        sections.append(Section(rank, position, len(frame), digest, shard.name, shard.size_bytes, borrowed))
         frames.append(frame)
         position += len(frame)
     head = ManifestHead(step=step, incarnation=incarnation, world_size=len(receipts), sections=tuple(sections))
@@ -50,7 +52,15 @@ def build(
         head_bytes=len(head_frame),
         head_xxh3=xxhash.xxh3_128_hexdigest(head_frame),
     )
-    return data, reference
+    return data, head, reference
+
+
+def borrowed_files(receipt: ReceiptRecord) -> tuple[BorrowedFile, ...]:
+    """What a manifest's head says of the older files that a rank borrows from."""
+    return tuple(
+        BorrowedFile(b.shard.name, b.shard.size_bytes, sum(tensor_bytes(tensor) for tensor in b.tensors))
+        for b in receipt.borrowed
+    )
 
 
 def open_head(frame: bytes, reference: ManifestRef, where: str) -> ManifestHead:

@@ -21,9 +21,9 @@ import xxhash
 from ckptrt.errors import CorruptError, VersionError
 
 __all__ = [
-    "VERSION", "BorrowedRecord", "CommitRecord", "DigestRecord", "FenceRecord", "ManifestHead", "ManifestRef",
-    "ObjectRecord", "Owner", "Parent", "ReceiptRecord", "RunRecord", "Section", "ShardRecord", "TensorRecord", "seal",
-    "unseal",
+    "VERSION", "BorrowedFile", "BorrowedRecord", "CommitRecord", "DigestRecord", "FenceRecord", "ManifestHead",
+    "ManifestRef", "ObjectRecord", "Owner", "Parent", "ReceiptRecord", "RunRecord", "Section", "ShardRecord",
+    "TensorRecord", "seal", "unseal",
 ]  # fmt: skip
 
 VERSION = (1, 0)
@@ -78,7 +78,9 @@ class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`data` is the folder's name below data/. Sizes and counts are a summary for lists; the manifest holds.
 
-    references: other folders below data/ that hold shard files of this checkpoint, so that none is removed too early.
+    size_bytes: of all that the checkpoint holds; new_bytes: of the shard files that were written for it, the rest is
+    borrowed. references: other folders below data/ that hold shard files of this checkpoint, so that none is removed
+    too early. metrics: numbers of the training loop at this step, such as its loss.
     """
 
     step: int
@@ -91,6 +93,8 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: str
     made_by: str
     references: tuple[str, ...] = ()
+    new_bytes: int = 0
+    metrics: dict[str, float] = {}
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -167,10 +171,19 @@ class ReceiptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             yield borrowed.shard, borrowed.tensors
 
 
+class BorrowedFile(msgspec.Struct, frozen=True, array_like=True):
+    """An older checkpoint's shard file that a rank borrows from: name below data/, its bytes, bytes borrowed."""
+
+    shard: str
+    shard_bytes: int
+    used_bytes: int
+
+
 class Section(msgspec.Struct, frozen=True, array_like=True):
     """Where a rank's receipt lies in the manifest, counted from the end of the head frame; xxh3-128 of its frame.
 
-    The shard file's name below data/ and its size stand here too: the head alone tells whether all files are there.
+    The shard file's name below data/ and its size stand here too, and the files that the rank borrows from: the head
+    alone tells whether all files are there.
     """
 
     rank: int
@@ -179,6 +192,18 @@ class Section(msgspec.Struct, frozen=True, array_like=True):
     xxh3: str
     shard: str
     shard_bytes: int
+    borrowed: tuple[BorrowedFile, ...] = ()
+
+    def files(self) -> Iterator[tuple[str, int]]:
+        """Name below data/ and size of every file that holds something of this rank, its own first."""
+        yield self.shard, self.shard_bytes
+        for file in self.borrowed:
+            yield file.shard, file.shard_bytes
+
+    @property
+    def logical_bytes(self) -> int:
+        """What the rank would have written without borrowing, but for the longer header of its file."""
+        return self.shard_bytes + sum(file.used_bytes for file in self.borrowed)
 
 
 class ManifestHead(msgspec.Struct, frozen=True, kw_only=True):

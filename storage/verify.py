@@ -142,28 +142,29 @@ def verify(checkpoint: Checkpoint, read_data: bool = False, progress: Callable[[
         report.findings.append(Finding(file=checkpoint.manifest_name, what=error.what))
         return report
     cover = _Cover()
-    shards = [
-        shard for rank in range(checkpoint.record.world_size) if (shard := _check_rank(checkpoint, rank, report, cover))
-    ]
+    ranks = range(checkpoint.record.world_size)
+    shards = {shard.name: shard for rank in ranks for shard in _check_rank(checkpoint, rank, report, cover)}
     report.findings.extend(cover.findings(checkpoint.manifest_name))
-    report.num_tensors, report.num_files = cover.num_tensors, len(checkpoint.head().sections)
+    report.num_tensors = cover.num_tensors
+    report.num_files = len({name for section in checkpoint.head().sections for name, _ in section.files()})
     _check_summary(checkpoint, report)
     whole = _check_sizes(checkpoint, report)
     if read_data:
-        _read_all(checkpoint, {shard.name: shard for shard in shards if shard.name in whole}, report, progress)
+        _read_all(checkpoint, {name: shard for name, shard in shards.items() if name in whole}, report, progress)
     return report
 
 
 # --- metadata
 
 
-def _check_rank(checkpoint: Checkpoint, rank: int, report: Report, cover: _Cover) -> ShardRecord | None:
+def _check_rank(checkpoint: Checkpoint, rank: int, report: Report, cover: _Cover) -> list[ShardRecord]:
+    """Check a rank's section; gives the files that it names."""
     try:
         receipt = checkpoint.receipt(rank)
         _check_places(receipt, checkpoint.manifest_name)
     except (CorruptError, NotFoundError) as error:
         report.findings.append(Finding(file=checkpoint.manifest_name, what=error.what, ranks=(rank,)))
-        return None
+        return []
     cover.add(receipt)
     # The rank's own receipt file is the source of its section; where it is still there, it must say the same.
     name = checkpoint.folder + receipt_name(rank)
@@ -171,26 +172,30 @@ def _check_rank(checkpoint: Checkpoint, rank: int, report: Report, cover: _Cover
     if copy is not None and copy != checkpoint.receipt_bytes(rank):
         what = "it differs from its copy in the manifest, which is whole"
         report.findings.append(Finding(file=name, what=what, ranks=(rank,), is_fatal=False))
-    return receipt.shard
+    return [shard for shard, _ in receipt.files()]
 
 
 def _check_places(receipt: ReceiptRecord, where: str) -> None:
     """Everything that a receipt names must lie inside its file and its tensor. Raises CorruptError."""
-    shard = receipt.shard
     whose = f"{where} is damaged: in the receipt of rank {receipt.rank}"
+    for shard, tensors in receipt.files():
+        _check_file(shard, tensors, whose)
+    for plain in receipt.objects:
+        if plain.start < 0 or plain.size_bytes < 0 or plain.start + plain.size_bytes > receipt.shard.size_bytes:
+            raise CorruptError(f"{whose} {plain.key} lies outside its file")
+
+
+def _check_file(shard: ShardRecord, tensors: tuple[TensorRecord, ...], whose: str) -> None:
     if not 0 < shard.chunk_bytes <= _CHUNK_MAX_BYTES:
         raise CorruptError(f"{whose} a chunk has {shard.chunk_bytes} bytes")
     if len(shard.chunks) != _DIGEST_DIGITS * -(-shard.size_bytes // shard.chunk_bytes):
         raise CorruptError(f"{whose} the digests are not as many as the chunks of {shard.name}")
-    for tensor in receipt.tensors:
+    for tensor in tensors:
         if not len(tensor.shape) == len(tensor.offsets) == len(tensor.sizes):
             raise CorruptError(f"{whose} {tensor.key} has a region of another number of dimensions")
         inside = all(at >= 0 and size >= 0 and at + size <= n for n, at, size in _dims(tensor))
         if not inside or tensor.start < 0 or tensor.start + _size(tensor, whose) > shard.size_bytes:
             raise CorruptError(f"{whose} {tensor.key} lies outside its file or its shape")
-    for plain in receipt.objects:
-        if plain.start < 0 or plain.size_bytes < 0 or plain.start + plain.size_bytes > shard.size_bytes:
-            raise CorruptError(f"{whose} {plain.key} lies outside its file")
 
 
 def _dims(tensor: TensorRecord) -> Iterator[tuple[int, int, int]]:
@@ -207,11 +212,11 @@ def _size(tensor: TensorRecord, whose: str) -> int:
 def _check_summary(checkpoint: Checkpoint, report: Report) -> None:
     """What the commit record says for lists and for prune must fit the manifest."""
     record, sections = checkpoint.record, checkpoint.head().sections
-    folders = {section.shard.partition("/")[0] for section in sections} - {record.data}
-    size_bytes = sum(section.shard_bytes for section in sections)
-    if (record.size_bytes, set(record.references)) != (size_bytes, folders):
-        what = f"it says {record.size_bytes} bytes and other folders {sorted(record.references)}, the manifest says "
-        what += f"{size_bytes} and {sorted(folders)}"
+    folders = {name.partition("/")[0] for section in sections for name, _ in section.files()} - {record.data}
+    size_bytes, new_bytes = sum(s.logical_bytes for s in sections), sum(s.shard_bytes for s in sections)
+    if (record.size_bytes, record.new_bytes, set(record.references)) != (size_bytes, new_bytes, folders):
+        what = f"it says {record.size_bytes} bytes ({record.new_bytes} new) and other folders "
+        what += f"{sorted(record.references)}, the manifest says {size_bytes} ({new_bytes} new) and {sorted(folders)}"
         report.findings.append(Finding(file=commit_name(checkpoint.id), what=what, is_fatal=False))
 
 
@@ -219,15 +224,13 @@ def _check_sizes(checkpoint: Checkpoint, report: Report) -> set[str]:
     """Names below data/ of the shard files that are there with their sizes."""
     sizes = checkpoint.file_sizes()
     whole: set[str] = set()
-    for section in checkpoint.head().sections:
-        name = DATA + section.shard
-        actual = sizes.get(name)
-        if actual == section.shard_bytes:
-            whole.add(section.shard)
+    for name, size_bytes in sorted({file for section in checkpoint.head().sections for file in section.files()}):
+        actual = sizes.get(DATA + name)
+        if actual == size_bytes:
+            whole.add(name)
             continue
-        what = "it is missing" if actual is None else f"it has {actual} bytes instead of {section.shard_bytes}"
-        start, end = min(actual or 0, section.shard_bytes), section.shard_bytes
-        report.findings.append(_data_finding(checkpoint, section.shard, start, end, what))
+        what = "it is missing" if actual is None else f"it has {actual} bytes instead of {size_bytes}"
+        report.findings.append(_data_finding(checkpoint, name, min(actual or 0, size_bytes), size_bytes, what))
     return whole
 
 
@@ -243,7 +246,7 @@ class _Cover:
         return len(self._regions) + self._num_rank_only
 
     def add(self, receipt: ReceiptRecord) -> None:
-        for tensor in receipt.tensors:
+        for tensor in (tensor for _, tensors in receipt.files() for tensor in tensors):
             if tensor.rank_only:
                 self._num_rank_only += 1
             else:
@@ -383,18 +386,19 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 def _data_finding(checkpoint: Checkpoint, shard: str, start: int, end: int, what: str) -> Finding:
     """A finding about bytes of a shard file, with what lies there by the receipts of the ranks that use the file."""
-    ranks = tuple(section.rank for section in checkpoint.head().sections if section.shard == shard)
+    sections = checkpoint.head().sections
+    ranks = tuple(section.rank for section in sections if any(name == shard for name, _ in section.files()))
     affects: list[Affected] = []
     for rank in ranks:
         try:
-            affects.extend(_affected(checkpoint.receipt(rank), start, end))
+            affects.extend(_affected(checkpoint.receipt(rank), shard, start, end))
         except (CorruptError, NotFoundError):
             affects.append(Affected(key="?"))  # reported already: the rank's own section can't be read
     return Finding(file=DATA + shard, what=what, start=start, end=end, affects=tuple(affects), ranks=ranks)
 
 
-def _affected(receipt: ReceiptRecord, start: int, end: int) -> Iterator[Affected]:
-    for tensor in receipt.tensors:
+def _affected(receipt: ReceiptRecord, file: str, start: int, end: int) -> Iterator[Affected]:
+    for tensor in (tensor for shard, tensors in receipt.files() if shard.name == file for tensor in tensors):
         size_bytes = tensor_bytes(tensor)
         first, last = max(start, tensor.start) - tensor.start, min(end, tensor.start + size_bytes) - tensor.start - 1
         if first > last:
@@ -404,6 +408,6 @@ def _affected(receipt: ReceiptRecord, start: int, end: int) -> Iterator[Affected
             row_bytes = size_bytes // tensor.sizes[0]
             rows = (tensor.offsets[0] + first // row_bytes, tensor.offsets[0] + last // row_bytes)
         yield Affected(key=tensor.key, rows=rows)
-    for plain in receipt.objects:
+    for plain in receipt.objects if receipt.shard.name == file else ():
         if max(start, plain.start) < min(end, plain.start + plain.size_bytes):
             yield Affected(key=plain.key)

@@ -141,7 +141,7 @@ def _compare(source: StoredSource, rank: int, saved: Shard, commit: CommitId) ->
         raise Violation("I4", f"{commit}: the parts of rank {rank} are not those that it saved")
     ends = [t.start for t in part.tensors] + [o.start for o in part.objects] + [len(saved.image)]
     reads = [Read(start, end - start) for start, end in zip(sorted(ends)[:-1], sorted(ends)[1:], strict=True)]
-    with source.mapped(rank, reads) as buffer:
+    with source.mapped(part, reads) as buffer:
         for start, size in reads:
             if buffer[start : start + size] != saved.image[start : start + size]:
                 raise Violation("I6", f"{commit}: wrong bytes of rank {rank} were loaded at {start}")

@@ -11,7 +11,7 @@ from ckptrt.clock import FakeClock
 from ckptrt.storage.catalog import Catalog, CommitInfo
 from ckptrt.storage.commit import commit
 from ckptrt.storage.layout import DATA, CommitId, data_dir, receipt_name, shard_name
-from ckptrt.storage.records import Owner, Parent, ReceiptRecord, ShardRecord, seal
+from ckptrt.storage.records import BorrowedRecord, Owner, Parent, ReceiptRecord, ShardRecord, seal
 from ckptrt.storage.shardfile import CHUNK_BYTES, TensorSpec, chunk_digests, lay_out, tensor_bytes
 from ckptrt.storage.tiers import Tier
 
@@ -59,26 +59,27 @@ class FakeRun:
         return {rank: self.write_rank(step, incarnation, rank, nonce) for rank in range(self.world_size)}
 
     def write_rank(
-        self, step: int, incarnation: int, rank: int, nonce: str = "0a", shard: ShardRecord | None = None
+        self, step: int, incarnation: int, rank: int, nonce: str = "0a", borrow: ReceiptRecord | None = None
     ) -> bytes:
-        """One rank's shard file and receipt; with `shard` the file of an older folder is referred to instead."""
+        """One rank's shard file and receipt; with `borrow` the tensor model.weight stays where that one has it."""
         folder = data_dir(CommitId(step, incarnation), nonce)
-        layout = lay_out(rank, self.specs(rank), [("loop", 9)])
-        if shard is None:
-            image = bytearray(layout.size_bytes)
-            image[: len(layout.header)] = layout.header
-            rng = random.Random(f"{step} {incarnation} {rank}")
-            for tensor in layout.tensors:
-                image[tensor.start : tensor.start + tensor_bytes(tensor)] = rng.randbytes(tensor_bytes(tensor))
-            image[layout.objects[0].start :] = b'{"lr":.5}'
-            name = folder + shard_name(rank)
-            self.tier.write(name, [memoryview(image)], len(image))
-            shard = ShardRecord(
-                name=name.removeprefix(DATA),
-                size_bytes=len(image),
-                chunk_bytes=CHUNK_BYTES,
-                chunks=chunk_digests(memoryview(image)),
-            )
+        borrowed = borrowed_weight(borrow) if borrow else ()
+        taken = {tensor.key for b in borrowed for tensor in b.tensors}
+        layout = lay_out(rank, [spec for spec in self.specs(rank) if spec.key not in taken], [("loop", 9)])
+        image = bytearray(layout.size_bytes)
+        image[: len(layout.header)] = layout.header
+        rng = random.Random(f"{step} {incarnation} {rank}")
+        for tensor in layout.tensors:
+            image[tensor.start : tensor.start + tensor_bytes(tensor)] = rng.randbytes(tensor_bytes(tensor))
+        image[layout.objects[0].start :] = b'{"lr":.5}'
+        name = folder + shard_name(rank)
+        self.tier.write(name, [memoryview(image)], len(image))
+        shard = ShardRecord(
+            name=name.removeprefix(DATA),
+            size_bytes=len(image),
+            chunk_bytes=CHUNK_BYTES,
+            chunks=chunk_digests(memoryview(image)),
+        )
         receipt = seal(
             ReceiptRecord(
                 rank=rank,
@@ -88,6 +89,7 @@ class FakeRun:
                 shard=shard,
                 tensors=layout.tensors,
                 objects=layout.objects,
+                borrowed=borrowed,
             )
         )
         self.tier.create(folder + receipt_name(rank), receipt)
@@ -108,6 +110,15 @@ class FakeRun:
         if rank == 0:
             specs.append(TensorSpec(key="model.bias", dtype="bfloat16", shape=(3,), offsets=(0,), sizes=(3,)))
         return specs
+
+
+def borrowed_weight(receipt: ReceiptRecord) -> tuple[BorrowedRecord, ...]:
+    """The part of an older receipt that tells where model.weight lies."""
+    return tuple(
+        BorrowedRecord(shard=shard, tensors=mine)
+        for shard, tensors in receipt.files()
+        if (mine := tuple(tensor for tensor in tensors if tensor.key == "model.weight"))
+    )
 
 
 def make_run(tier: Tier, steps: Iterable[int], world_size: int = 2, columns: int = 16) -> FakeRun:

@@ -162,7 +162,7 @@ def test_a_folder_that_is_not_of_this_checkpoint_is_refused(run, data):
 def test_shards_in_older_folders_are_listed_as_references(run):
     first = run.save(10)
     receipt = run.catalog.open_checkpoint(first).receipt(0)
-    receipts = {0: run.write_rank(20, 1, 0, shard=receipt.shard), 1: run.write_rank(20, 1, 1)}
+    receipts = {0: run.write_rank(20, 1, 0, borrow=receipt), 1: run.write_rank(20, 1, 1)}
     info = run.commit(20, 1, receipts)
     assert info.record.references == ("s000000010.i00000001.0a",)
     assert run.catalog.newest_good().commit.step == 20

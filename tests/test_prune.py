@@ -172,7 +172,7 @@ def test_a_running_job_leaves_branches_alone_until_it_has_passed_them(tier):
 def test_folders_that_kept_commits_refer_to_stay(tier):
     run = make_run(tier, [10, 20])
     old = run.catalog.open_checkpoint(CommitId(10, 1)).receipt(0)
-    run.commit(30, 1, {0: run.write_rank(30, 1, 0, shard=old.shard), 1: run.write_rank(30, 1, 1)})
+    run.commit(30, 1, {0: run.write_rank(30, 1, 0, borrow=old), 1: run.write_rank(30, 1, 1)})
     made = plan(run, 1)
     assert steps(made.commits) == [20, 10]
     assert steps(made.folders) == [20]
@@ -298,7 +298,7 @@ def small_history(tier: MemoryTier) -> FakeRun:
     run.fence(2, (10, 1))
     run.save(20, 2)
     old = run.catalog.open_checkpoint(CommitId(20, 2)).receipt(0)
-    run.commit(30, 2, {0: run.write_rank(30, 2, 0, shard=old.shard)})
+    run.commit(30, 2, {0: run.write_rank(30, 2, 0, borrow=old)})
     run.save(40, 2)
     return run
 

@@ -38,8 +38,8 @@ class _Contents:
     def read(checkpoint: Checkpoint) -> _Contents:
         contents = _Contents()
         for receipt in checkpoint.receipts():
-            contents.files.append(receipt.shard.name)
-            for tensor in receipt.tensors:
+            contents.files.extend(shard.name for shard, _ in receipt.files())
+            for tensor in (tensor for _, tensors in receipt.files() for tensor in tensors):
                 contents.add(receipt.rank, tensor)
             for plain in receipt.objects:
                 contents.objects[plain.key] = contents.objects.get(plain.key, 0) + 1
