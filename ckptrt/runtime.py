@@ -46,6 +46,7 @@ def init(
     rng: bool = True,
     on_error: OnError = "warn",
     when_busy: WhenBusy = "skip",
+    dedup: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     **state: Any,
 ) -> Runtime:
@@ -57,6 +58,8 @@ def init(
     rng: whether the state of the random generators is a part of the checkpoint.
     on_error: what a failed save does to the training: "warn" prints and counts it, "raise" raises it at the next
     step(). A job whose run was taken over by another one gets FencedError at the next step() in any case.
+    dedup: tensors that haven't changed since the last checkpoint (such as a frozen base model) stay where they are, and
+    the new checkpoint refers to them.
     when_busy: what a save does while both slots are still being written: "skip" counts and tells it, "wait" waits.
     storage_options: options of the URL's file system, as for fsspec.
     state: what is saved, by name: modules, optimizers, anything with state_dict/load_state_dict, and dicts.
@@ -76,7 +79,7 @@ def init(
             "ckptrt.init() was given no state", hint="pass model=..., optim=... and what else must come back"
         )
     url = str(url) if "://" in str(url) else os.path.abspath(url)
-    policy = SavePolicy(every=every, keep=keep, on_error=on_error, when_busy=when_busy)
+    policy = SavePolicy(every=every, keep=keep, on_error=on_error, when_busy=when_busy, dedup=dedup)
     return Runtime(url, env, state, policy, rng=rng, storage_options=dict(storage_options or {}))
 
 
@@ -331,6 +334,7 @@ class Runtime:
             "nonce": session.nonce,
             "made_by": made_by(),
             "keep": self._policy.keep,
+            "dedup": self._policy.dedup,
             "rank": self.rank,
             "pid": os.getpid(),
         }
@@ -412,6 +416,7 @@ class Runtime:
             # What is on disk may wait for the other ranks without its slot. Else ranks that skip different steps could
             # fill all their slots with snapshots that wait for one another for ever.
             self._arena.settled(save.slot, save.handle.step)
+            self.stats.borrowed_bytes += int(message.get("borrowed_bytes", 0))
             if op == "committed":
                 self._committed(save)
             elif op == "failed":

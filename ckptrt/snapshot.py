@@ -34,6 +34,7 @@ class SaveStats:
     failed: int = 0
     skipped: int = 0
     stall_s: float = 0.0
+    borrowed_bytes: int = 0  # not written again, since an older checkpoint has them
     last_error: str = ""
 
 
@@ -45,6 +46,7 @@ class SavePolicy:
     keep: int | None
     on_error: OnError
     when_busy: WhenBusy
+    dedup: bool = True
 
 
 class UnderWay(NamedTuple):

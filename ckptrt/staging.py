@@ -25,7 +25,10 @@ from ckptrt.storage.slots import SlotMeta
 
 __all__ = ["CopyStager", "Staged", "Stager", "capture_all"]
 
+_STEADY_MIN_BYTES = 64 << 10  # smaller ones aren't worth a digest
+
 Signature = tuple[tuple[str, tuple[int, ...], Region, torch.dtype, tuple[int, ...] | None], ...]
+_LayoutKey = tuple[tuple[tuple[str, int], ...], frozenset[int]]  # plain data's sizes, items that are steady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +60,9 @@ class _Kept:
     signature: Signature
     pieces: tuple[tuple[int, tuple[slice, ...] | None], ...]  # (item, part of it or all), in the order of specs
     specs: tuple[TensorSpec, ...]
-    layouts: dict[tuple[tuple[str, int], ...], tuple[ShardLayout, bytes]] = field(default_factory=dict)
+    layouts: dict[_LayoutKey, tuple[ShardLayout, bytes]] = field(default_factory=dict)
     views: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+    versions: list[tuple[int, int]] = field(default_factory=list)  # of each item at the last snapshot
 
 
 class CopyStager:
@@ -72,7 +76,8 @@ class CopyStager:
     def stage(self, adapters: Sequence[Adapter], arena: Arena, step: int, incarnation: int) -> Staged | None:
         items, data = capture_all(adapters)
         kept = self._plan(items)
-        layout, meta = _layout(kept, self._rank, data)
+        versions = [(item.tensor.data_ptr(), item.tensor._version) for item in items]
+        layout, meta = _layout(kept, self._rank, data, _steady(kept, items, versions))
         if arena.ensure(layout.size_bytes, len(meta)):
             kept.views.clear()
             assert arena.view is not None
@@ -81,6 +86,7 @@ class CopyStager:
         if slot is None:
             return None
         self._copy(kept, layout, arena, slot, items, data, step, incarnation)
+        kept.versions = versions
         assert arena.view is not None
         arena.view.seal(
             slot,
@@ -169,14 +175,28 @@ def _make_plan(items: Sequence[TensorItem], signature: Signature, rank: int) -> 
     return _Kept(signature=signature, pieces=tuple(pieces), specs=tuple(specs))
 
 
-def _layout(kept: _Kept, rank: int, data: Sequence[tuple[str, bytes]]) -> tuple[ShardLayout, bytes]:
+def _steady(kept: _Kept, items: Sequence[TensorItem], versions: Sequence[tuple[int, int]]) -> frozenset[int]:
+    """Items that are probably what they were at the last snapshot; a wrong guess costs a digest, no more."""
+    last = kept.versions or [(-1, -1)] * len(items)
+    return frozenset(
+        index
+        for index, item in enumerate(items)
+        if (item.steady or versions[index] == last[index]) and item.tensor.nbytes >= _STEADY_MIN_BYTES
+    )
+
+
+def _layout(
+    kept: _Kept, rank: int, data: Sequence[tuple[str, bytes]], steady: frozenset[int]
+) -> tuple[ShardLayout, bytes]:
     sizes = tuple((name, len(text)) for name, text in data)
-    if sizes not in kept.layouts:
+    key = (sizes, steady)
+    if key not in kept.layouts:
         layout = lay_out(rank, kept.specs, sizes)
-        meta = msgspec.json.encode(SlotMeta(tensors=layout.tensors, objects=layout.objects))
+        marked = tuple(i for i, spec in enumerate(layout.order) if kept.pieces[spec][0] in steady)
+        meta = msgspec.json.encode(SlotMeta(tensors=layout.tensors, objects=layout.objects, steady=marked))
         kept.layouts.clear()  # plain data changes its size now and then; only the last is likely to come again
-        kept.layouts[sizes] = (layout, meta)
-    return kept.layouts[sizes]
+        kept.layouts[key] = (layout, meta)
+    return kept.layouts[key]
 
 
 def _views(image: memoryview, layout: ShardLayout) -> list[torch.Tensor]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from ckptrt.errors import CorruptError, UsageError
 from ckptrt.storage.layout import DATA, MANIFEST, CommitId, parse_data_dir, parse_shard_path
-from ckptrt.storage.manifest import borrowed_files, open_head, open_section, section_bytes
-from ckptrt.storage.records import CommitRecord, ManifestHead, ReceiptRecord, Section
+from ckptrt.storage.manifest import borrowed_files, open_head, section_bytes
+from ckptrt.storage.records import CommitRecord, ManifestHead, ReceiptRecord, Section, unseal
 from ckptrt.storage.tiers import Tier
 
 __all__ = ["Checkpoint", "check_commit", "check_head", "check_receipt"]
@@ -46,16 +46,21 @@ class Checkpoint:
 
     def receipt(self, rank: int) -> ReceiptRecord:
         """What one rank stored; reads that rank's section only."""
-        section = self._section(rank)
-        return self._open(self._frame(section), section)
+        return self.open_record(rank, self.receipt_bytes(rank))
 
     def receipt_bytes(self, rank: int) -> bytes:
         """The same as the rank wrote it, byte for byte."""
         section = self._section(rank)
-        return section_bytes(self._frame(section), section, self.manifest_name)
+        frame = self.tier.read(self.manifest_name, self._start(section), section.size_bytes)
+        return section_bytes(frame, section, self.manifest_name)
 
     def receipts(self) -> Iterator[ReceiptRecord]:
         """What every rank stored, in order of ranks; reads the manifest in a few large pieces."""
+        for rank, data in enumerate(self.records()):
+            yield self.open_record(rank, data)
+
+    def records(self) -> Iterator[bytes]:
+        """The same as the ranks wrote it, byte for byte: for who needn't decode all of it."""
         batch: list[Section] = []
         for section in self.head().sections:
             if batch and section.start + section.size_bytes - batch[0].start > _SECTIONS_READ_BYTES:
@@ -63,6 +68,12 @@ class Checkpoint:
                 batch = []
             batch.append(section)
         yield from self._read(batch)
+
+    def open_record(self, rank: int, data: bytes) -> ReceiptRecord:
+        """A rank's receipt from the bytes of its record, checked against what the manifest's head says of it."""
+        receipt = unseal(ReceiptRecord, data, self.manifest_name)
+        check_receipt(receipt, self._section(rank), self.record, self.manifest_name)
+        return receipt
 
     def file_sizes(self) -> dict[str, int]:
         """Names and bytes of everything in the folders that hold this checkpoint's shard files."""
@@ -88,24 +99,17 @@ class Checkpoint:
             raise UsageError(f"step {self.id.step} was written by {len(sections)} ranks; there is no rank {rank}")
         return sections[rank]
 
-    def _frame(self, section: Section) -> bytes:
-        return self.tier.read(self.manifest_name, self._start(section), section.size_bytes)
-
     def _start(self, section: Section) -> int:
         return self.record.manifest.head_bytes + section.start
 
-    def _read(self, batch: list[Section]) -> Iterator[ReceiptRecord]:
+    def _read(self, batch: list[Section]) -> Iterator[bytes]:
         if not batch:
             return
         first = batch[0].start
         data = self.tier.read(self.manifest_name, self._start(batch[0]), batch[-1].start + batch[-1].size_bytes - first)
         for section in batch:
-            yield self._open(data[section.start - first : section.start - first + section.size_bytes], section)
-
-    def _open(self, frame: bytes, section: Section) -> ReceiptRecord:
-        receipt = open_section(frame, section, self.manifest_name)
-        check_receipt(receipt, section, self.record, self.manifest_name)
-        return receipt
+            frame = data[section.start - first : section.start - first + section.size_bytes]
+            yield section_bytes(frame, section, self.manifest_name)
 
 
 def check_commit(record: CommitRecord, commit: CommitId, where: str) -> None:

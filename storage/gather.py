@@ -21,6 +21,7 @@ from ckptrt.storage import layout
 from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.commit import commit
 from ckptrt.storage.layout import CommitId
+from ckptrt.storage.records import ReceiptRecord, unseal
 from ckptrt.storage.tiers.base import Tier
 
 __all__ = ["Attempt", "Notice", "RunWriter"]
@@ -38,7 +39,10 @@ _FAILED_MAX = 16  # failed steps that are remembered for ranks that are late
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One incarnation's writing into one run: what all its ranks know without asking each other."""
+    """One incarnation's writing into one run: what all its ranks know without asking each other.
+
+    dedup: whether tensors that haven't changed since the last checkpoint stay where they are.
+    """
 
     url: str
     incarnation: int
@@ -46,6 +50,7 @@ class Attempt:
     nonce: str
     made_by: str
     keep: int | None
+    dedup: bool = True
 
     def folder(self, step: int, retry: int = 0) -> str:
         """Where all ranks put their parts. retry: how often this step was tried, and failed, before."""
@@ -100,6 +105,8 @@ class RunWriter:
         self._live: set[int] = set()
         self._pending: dict[int, _Pending] = {}
         self._failed: dict[int, _Failed] = {}
+        self._bases: dict[int, bytes | ReceiptRecord] = {}  # rank -> its receipt in the newest commit
+        self._parent_read = not attempt.dedup
         self._changed = threading.Condition()
         self._poll_s = _POLL_FIRST_S
         self._fence_checked_s = self._clock.monotonic_s()
@@ -150,6 +157,37 @@ class RunWriter:
                 pending.receipts[rank] = receipt
             self._poll_s = _POLL_FIRST_S
             self._changed.notify()
+
+    def base(self, rank: int) -> ReceiptRecord | None:
+        """What a local rank stored in the newest commit, if that is known: its tensors needn't be written again."""
+        with self._changed:
+            known, read_parent = self._bases.get(rank), not self._parent_read
+        if known is None and read_parent:
+            self._read_parent()
+            return self.base(rank)
+        if not isinstance(known, bytes):
+            return known
+        receipt = unseal(ReceiptRecord, known, f"the receipt of rank {rank}")
+        with self._changed:
+            if self._bases.get(rank) is known:
+                self._bases[rank] = receipt
+        return receipt
+
+    def _read_parent(self) -> None:
+        """Take the checkpoint from which this incarnation goes on for the newest commit."""
+        found: dict[int, ReceiptRecord] = {}
+        try:
+            parent = self.catalog.fences()[self.attempt.incarnation].parent
+            if parent is not None:
+                checkpoint = self.catalog.open_checkpoint(CommitId(parent.step, parent.incarnation))
+                if checkpoint.record.world_size == self.attempt.world_size:
+                    found = {rank: checkpoint.receipt(rank) for rank in self._ranks}
+        except (Error, KeyError) as error:  # such as a resume from memory, whose step nobody committed
+            _log.info("run %s: everything is written anew, the last checkpoint can't be read: %s", self.tier.url, error)
+        with self._changed:
+            self._parent_read = True
+            for rank, receipt in found.items():
+                self._bases.setdefault(rank, receipt)
 
     def fail(self, step: int, rank: int, error: Error, retry: int = 0) -> None:
         """A local rank will not write: the step can't be committed, its other ranks are told at once."""
@@ -260,6 +298,8 @@ class RunWriter:
                 clock=self._clock,
             )
         except Error as error:
+            with self._changed:
+                self._bases.clear()  # a file that was borrowed from may be gone
             self._finish(step, error)
             self._abandon(step, error, pending.retry)
             return
@@ -296,6 +336,8 @@ class RunWriter:
             mine = self._pending.pop(step, None)
             done: list[Notice] = []
             if error is None:
+                if mine is not None and self.attempt.dedup:
+                    self._bases.update((rank, mine.receipts[rank]) for rank in self._ranks if rank in mine.receipts)
                 late = PersistError(
                     f"step {step} was committed before all ranks had written an older one",
                     safe=f"step {step} is committed",

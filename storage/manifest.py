@@ -17,7 +17,7 @@ from ckptrt.errors import CorruptError
 from ckptrt.storage.records import BorrowedFile, ManifestHead, ManifestRef, ReceiptRecord, Section, seal, unseal
 from ckptrt.storage.shardfile import tensor_bytes
 
-__all__ = ["borrowed_files", "build", "open_head", "open_section", "section_bytes"]
+__all__ = ["borrowed_files", "build", "open_head", "section_bytes"]
 
 # A frame may claim any size; nothing that ckptrt wrote expands more than this.
 _EXPANDED_MAX_BYTES = 4 << 30
@@ -68,11 +68,6 @@ def open_head(frame: bytes, reference: ManifestRef, where: str) -> ManifestHead:
     if len(frame) != reference.head_bytes or xxhash.xxh3_128_hexdigest(frame) != reference.head_xxh3:
         raise CorruptError(f"{where} is damaged: its head doesn't have the digest that the commit names")
     return unseal(ManifestHead, _expand(frame, where), where)
-
-
-def open_section(frame: bytes, section: Section, where: str) -> ReceiptRecord:
-    """One rank's receipt from its frame, verified against the head."""
-    return unseal(ReceiptRecord, section_bytes(frame, section, where), where)
 
 
 def section_bytes(frame: bytes, section: Section, where: str) -> bytes:

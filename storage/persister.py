@@ -7,7 +7,7 @@ on the rank may die: the slot is written, and committed if all other ranks' are.
 its end or has something to read (whoever started this process is gone or done) it finishes what it was given, removes
 its socket, and exits.
 
-    hello   url options incarnation world_size nonce made_by keep rank pid  ->  ready | error
+    hello   url options incarnation world_size nonce made_by keep dedup rank pid  ->  ready | error
     submit  step retry slot again, + arena                                  ->  persisted, committed | failed
     skip    step retry  this rank has no part for it: nobody need wait
 """
@@ -22,7 +22,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,13 @@ from ckptrt import wire
 from ckptrt.errors import CorruptError, Error, ExistsError, PersistError
 from ckptrt.faultpoints import faultpoint
 from ckptrt.storage import layout
+from ckptrt.storage.borrow import Parcel, pack
 from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.gather import Attempt, Notice, RunWriter
 from ckptrt.storage.prune import prune_committed
 from ckptrt.storage.records import ReceiptRecord, ShardRecord, seal, unseal
-from ckptrt.storage.shardfile import CHUNK_BYTES, chunk_digests
-from ckptrt.storage.slots import ArenaView, SlotHeader, SlotMeta
+from ckptrt.storage.shardfile import CHUNK_BYTES
+from ckptrt.storage.slots import ArenaView, SlotHeader
 from ckptrt.storage.tiers.base import Tier
 from ckptrt.storage.tiers.registry import open_tier
 
@@ -43,7 +44,6 @@ __all__ = ["adopt", "main", "write_shard"]
 
 _log = logging.getLogger(__name__)
 
-_PIECE_BYTES = 8 << 20  # one write; two digest chunks
 _NAMES_MAX = 100  # attempts at a shard file's name before giving up
 
 
@@ -56,34 +56,11 @@ class _Job:
     arena: ArenaView
 
 
-class _Pieces(Sequence[memoryview]):
-    """A slot's image in pieces for a tier, digested as they pass by. May be gone through again after a failure."""
-
-    def __init__(self, image: memoryview) -> None:
-        self._image = image
-        self._digests: dict[int, str] = {}
-
-    def __len__(self) -> int:
-        return (len(self._image) + _PIECE_BYTES - 1) // _PIECE_BYTES
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        piece = self._image[index * _PIECE_BYTES : (index + 1) * _PIECE_BYTES]
-        if index not in self._digests:
-            self._digests[index] = chunk_digests(piece)
-        return piece
-
-    def digests(self) -> str:
-        return "".join(self._digests[index] for index in range(len(self)))
-
-
 def write_shard(
     tier: Tier,
     folder: str,
     header: SlotHeader,
-    meta: SlotMeta,
-    image: memoryview,
+    parcel: Parcel,
     *,
     intact: Callable[[], bool] = lambda: True,
 ) -> bytes:
@@ -96,9 +73,8 @@ def write_shard(
     receipt_name = folder + layout.receipt_name(header.rank)
     for attempt in range(_NAMES_MAX):
         name = folder + layout.shard_name(header.rank, attempt)
-        pieces = _Pieces(image)
         try:
-            tier.write(name, pieces, len(image))
+            tier.write(name, parcel.pieces, parcel.pieces.size_bytes)
             break
         except ExistsError:
             continue
@@ -111,9 +87,9 @@ def write_shard(
         )
     shard = ShardRecord(
         name=name.removeprefix(layout.DATA),
-        size_bytes=len(image),
+        size_bytes=parcel.pieces.size_bytes,
         chunk_bytes=CHUNK_BYTES,
-        chunks=pieces.digests(),
+        chunks=parcel.pieces.digests(),
     )
     receipt = seal(
         ReceiptRecord(
@@ -122,8 +98,11 @@ def write_shard(
             step=header.step,
             incarnation=header.incarnation,
             shard=shard,
-            tensors=meta.tensors,
-            objects=meta.objects,
+            tensors=parcel.tensors,
+            objects=parcel.objects,
+            borrowed=parcel.borrowed,
+            digests=parcel.digests,
+            metrics=parcel.metrics,
         )
     )
     try:
@@ -199,6 +178,7 @@ class _Client:
             nonce=message["nonce"],
             made_by=message["made_by"],
             keep=message["keep"],
+            dedup=bool(message.get("dedup", True)),
         )
         return attempt, dict(message["options"])
 
@@ -233,45 +213,46 @@ class _Client:
         while (job := self._jobs.get()) is not None:
             started_s = time.monotonic()
             try:
-                receipt, size_bytes = self._write(writer, job)
+                receipt, counts = self._write(writer, job)
             except Exception as cause:  # noqa: BLE001 whatever it was, the rank must hear of it and training go on
                 error = cause if isinstance(cause, Error) else PersistError(f"rank {self.rank}: {cause!r}")
                 _log.warning("step %d, rank %d could not be written: %s", job.step, self.rank, error.what)
                 writer.fail(job.step, self.rank, error, job.retry)
                 continue
             took_s = time.monotonic() - started_s
-            self.send(
-                {"op": "persisted", "step": job.step, "retry": job.retry, "size_bytes": size_bytes, "took_s": took_s}
-            )
+            self.send({"op": "persisted", "step": job.step, "retry": job.retry, "took_s": took_s, **counts})
             writer.add(job.step, self.rank, receipt)
 
-    def _write(self, writer: RunWriter, job: _Job) -> tuple[bytes, int]:
+    def _write(self, writer: RunWriter, job: _Job) -> tuple[bytes, dict[str, int]]:
+        """Write a job's snapshot; gives its receipt, and how many bytes were written and borrowed."""
         folder = writer.attempt.folder(job.step, job.retry)
         if job.again:
             # An earlier persister may have written it, and the slot may have been given up since.
             with contextlib.suppress(Error):
                 snapshot = (job.step, writer.attempt.incarnation, self.rank)
-                return adopt(writer.tier, folder + layout.receipt_name(self.rank), snapshot)
+                receipt, size_bytes = adopt(writer.tier, folder + layout.receipt_name(self.rank), snapshot)
+                return receipt, {"size_bytes": size_bytes, "borrowed_bytes": 0}
         arena, header = job.arena, job.arena.header(job.slot)
         if header is None or header.step != job.step:
             raise PersistError(f"slot {job.slot} of rank {self.rank} doesn't hold step {job.step}")
         facts = {"rank": self.rank, "step": job.step, "incarnation": header.incarnation, "pid": self.pid}
         faultpoint("persisting", **facts)
+        meta = arena.meta(job.slot, header)
         image = arena.image(job.slot, header.image_bytes)
         try:
+            parcel = pack(self.rank, meta, image, writer.base(self.rank) if meta.steady else None)
             receipt = write_shard(
                 writer.tier,
                 folder,
                 header,
-                arena.meta(job.slot, header),
-                image,
+                parcel,
                 # A successor of this rank may need the slot: it unseals it before it writes, so this sees it.
                 intact=lambda: arena.header(job.slot) == header,
             )
         finally:
             image.release()
         faultpoint("persisted", **facts)
-        return receipt, header.image_bytes
+        return receipt, {"size_bytes": parcel.pieces.size_bytes, "borrowed_bytes": parcel.borrowed_bytes}
 
     def send(self, message: wire.Message) -> None:
         """Tell the rank; if it is gone there is nobody to tell."""

@@ -43,10 +43,16 @@ class MemorySnapshot(NamedTuple):
 
 
 class SlotMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What the image holds; becomes the receipt once digests and a file name are known."""
+    """What the image holds; becomes the receipt once digests and a file name are known.
+
+    steady: numbers of the tensors that are likely to be what they were in the last checkpoint. metrics: numbers of the
+    training loop at this step.
+    """
 
     tensors: tuple[TensorRecord, ...]
     objects: tuple[ObjectRecord, ...]
+    steady: tuple[int, ...] = ()
+    metrics: dict[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

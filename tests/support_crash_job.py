@@ -22,6 +22,7 @@ from ckptrt.errors import CorruptError, Error, NotFoundError
 from ckptrt.plan import Read
 from ckptrt.sources import StoredSource
 from ckptrt.storage import persister
+from ckptrt.storage.borrow import pack
 from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.cli import cli
 from ckptrt.storage.commit import commit
@@ -103,7 +104,7 @@ def write_rank(tier: Tier, commit_id: CommitId, nonce: str, rank: int, columns: 
         meta_xxh3=0,
     )
     folder = data_dir(commit_id, nonce)
-    return persister.write_shard(tier, folder, header, shard.meta, memoryview(shard.image))
+    return persister.write_shard(tier, folder, header, pack(rank, shard.meta, memoryview(shard.image), None))
 
 
 def save_on(tier: Tier, catalog: Catalog, commit_id: CommitId, nonce: str) -> None:

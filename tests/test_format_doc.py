@@ -5,11 +5,23 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import ckptrt.storage
 from ckptrt.storage.layout import CommitId
 from ckptrt.storage.lineage import valid_commits
-from ckptrt.storage.records import CommitRecord, FenceRecord, ManifestHead, Parent, ReceiptRecord, RunRecord, unseal
+from ckptrt.storage.records import (
+    CommitRecord,
+    FenceRecord,
+    ManifestHead,
+    Parent,
+    ReceiptRecord,
+    RunRecord,
+    seal,
+    unseal,
+)
 from ckptrt.storage.shardfile import TensorSpec, lay_out
 
 TEXT = (Path(ckptrt.storage.__file__).parent / "FORMAT.md").read_text()
@@ -28,8 +40,14 @@ def test_every_kind_of_record_has_an_example_that_verifies_and_they_belong_toget
     assert fence.incarnation == commit.incarnation == receipt.incarnation == head.incarnation == 4
     assert head.sections[1].shard == receipt.shard.name
     assert head.sections[1].shard_bytes == receipt.shard.size_bytes
-    assert commit.size_bytes == sum(section.shard_bytes for section in head.sections)
+    assert commit.size_bytes == commit.new_bytes == sum(section.shard_bytes for section in head.sections)
     assert commit.manifest.head_bytes + sum(s.size_bytes for s in head.sections) == commit.manifest.size_bytes
+
+
+@pytest.mark.parametrize("kind", [RunRecord, FenceRecord, CommitRecord, ReceiptRecord, ManifestHead])
+def test_the_examples_are_what_a_writer_writes_now(kind: Any) -> None:
+    name = "manifest" if kind is ManifestHead else kind.__name__.removesuffix("Record").lower()
+    assert seal(unseal(kind, EXAMPLES[name], "example")) == EXAMPLES[name]
 
 
 def test_the_shard_header_is_the_one_of_the_receipt():

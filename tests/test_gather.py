@@ -13,6 +13,7 @@ from test_persister import start  # noqa: F401 a fixture
 
 from ckptrt.clock import FakeClock
 from ckptrt.errors import Error, FencedError, NoSpaceError, PersistError, StorageError
+from ckptrt.storage.borrow import pack
 from ckptrt.storage.catalog import Catalog, open_catalog
 from ckptrt.storage.gather import Attempt, Notice, RunWriter
 from ckptrt.storage.layout import receipt_name
@@ -62,7 +63,7 @@ class Node:
             assert header is not None
             image = fake.view.image(0, header.image_bytes)
             folder = self.writer.attempt.folder(step)
-            receipt = write_shard(self.tier, folder, header, fake.view.meta(0, header), image)
+            receipt = write_shard(self.tier, folder, header, pack(rank, fake.view.meta(0, header), image, None))
             image.release()
             self.writer.add(step, rank, receipt)
 

@@ -19,6 +19,7 @@ from support_persister import FakeRank, make_run
 from ckptrt import wire
 from ckptrt.errors import ExistsError, NoSpaceError, PersistError
 from ckptrt.storage import persister as module
+from ckptrt.storage.borrow import pack
 from ckptrt.storage.catalog import open_catalog
 from ckptrt.storage.layout import DATA
 from ckptrt.storage.persister import Persister, write_shard
@@ -359,7 +360,7 @@ def test_a_name_that_is_taken_is_left_and_another_one_used(rank, tmp_path):
     tier = open_tier(str(tmp_path))
     header, meta, image = parts(rank, 5)
     tier.create("data/s000000005.i00000001.0a/r00000.safetensors", b"of an attempt that failed")
-    write_shard(tier, "data/s000000005.i00000001.0a/", header, meta, image)
+    write_shard(tier, "data/s000000005.i00000001.0a/", header, pack(0, meta, image, None))
     names = [entry.name for entry in tier.list("data/s000000005.i00000001.0a/")]
     assert [name.rpartition("/")[2] for name in names] == [
         "r00000.a1.safetensors", "r00000.receipt.json", "r00000.safetensors",
@@ -372,5 +373,5 @@ def test_names_do_not_run_out_for_ever(rank, tmp_path):
     tier = FaultyTier(open_tier(str(tmp_path)), [Fault(method="write", times=None, error=ExistsError)])
     header, meta, image = parts(rank, 5)
     with pytest.raises(PersistError, match="100 shard files"):
-        write_shard(tier, "data/s000000005.i00000001.0a/", header, meta, image)
+        write_shard(tier, "data/s000000005.i00000001.0a/", header, pack(0, meta, image, None))
     image.release()

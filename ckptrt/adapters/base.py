@@ -24,7 +24,7 @@ class TensorItem:
 
     key: unique in the checkpoint. tensor: the live local data, the user's own; read until the snapshot is staged.
     holders: sorted ranks that hold this very region (this rank among them); None means that the tensor is this
-    rank's alone and isn't a part of something global.
+    rank's alone and isn't a part of something global. steady: it isn't expected to change (a frozen parameter).
     """
 
     key: str
@@ -32,6 +32,7 @@ class TensorItem:
     shape: tuple[int, ...]
     region: Region
     holders: tuple[int, ...] | None
+    steady: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

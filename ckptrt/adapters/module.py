@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ class ModuleAdapter:
         ties: dict[str, str] = {}
         extra: dict[str, Any] = {}
         buffers = {name for name, _ in self._module.named_buffers(remove_duplicate=False)}
+        parameters = self._module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in parameters if not parameter.requires_grad}
         for live_key, value in self._module.state_dict().items():
             key = plain_name(live_key)
             if not isinstance(value, torch.Tensor):
@@ -81,7 +84,7 @@ class ModuleAdapter:
             holders = self._holders(live_key, live_key in buffers)
             found = sharding.item(f"{self.name}.{key}", value, holders)
             if found is not None and (found.holders is None or self._rank in found.holders):
-                items.append(found)
+                items.append(replace(found, steady=live_key in frozen))
         data = {name: part for name, part in (("ties", ties), ("extra", extra)) if part}
         return Capture(items=tuple(items), data=data or None)
 
