@@ -40,6 +40,7 @@ from ckptrt.errors import (
 if TYPE_CHECKING:
     from ckptrt.runtime import Runtime, init
     from ckptrt.snapshot import SaveHandle
+    from ckptrt.storage.retention import Keep
 
     __version__: str
 
@@ -52,6 +53,7 @@ __all__ = [
     "Error",
     "ExistsError",
     "FencedError",
+    "Keep",
     "LeaseGoneError",
     "MismatchError",
     "NoCheckpointError",
@@ -69,7 +71,12 @@ __all__ = [
     "init",
 ]
 
-_LAZY = {"Runtime": "ckptrt.runtime", "init": "ckptrt.runtime", "SaveHandle": "ckptrt.snapshot"}
+_LAZY = {
+    "Keep": "ckptrt.storage.retention",
+    "Runtime": "ckptrt.runtime",
+    "SaveHandle": "ckptrt.snapshot",
+    "init": "ckptrt.runtime",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -9,8 +10,9 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED
 from concurrent.futures import TimeoutError as FutureTimeoutError  # Python 3.10 has a class of its own
 from concurrent.futures import wait as wait_for_futures
+from dataclasses import asdict
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsFloat
 
 from ckptrt import say
 from ckptrt.adapters import adapt
@@ -25,8 +27,9 @@ from ckptrt.ranks import find_ranks
 from ckptrt.restoring import Restored, restore_newest
 from ckptrt.session import Candidate, join_run
 from ckptrt.snapshot import OnError, SaveHandle, SavePolicy, SaveStats, UnderWay, WhenBusy
-from ckptrt.staging import CopyStager, Stager
+from ckptrt.staging import CopyStager, Staged, Stager
 from ckptrt.storage.owner import made_by
+from ckptrt.storage.retention import Keep
 from ckptrt.wire import Message
 
 __all__ = ["Runtime", "init"]
@@ -42,7 +45,7 @@ def init(
     dir: str | None = None,
     *,
     every: int | None = None,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
     rng: bool = True,
     on_error: OnError = "warn",
     when_busy: WhenBusy = "skip",
@@ -54,7 +57,7 @@ def init(
 
     dir: the run's directory or URL (such as runs/gpt or s3://bucket/runs/gpt); by default that of `ckptrt-launch`.
     every: save after each so many steps; None saves only when save() is called.
-    keep: how many checkpoints stay; None keeps all.
+    keep: which checkpoints stay: the last so many, or what a `Keep` says; None keeps all.
     rng: whether the state of the random generators is a part of the checkpoint.
     on_error: what a failed save does to the training: "warn" prints and counts it, "raise" raises it at the next
     step(). A job whose run was taken over by another one gets FencedError at the next step() in any case.
@@ -72,13 +75,12 @@ def init(
         raise UsageError("ckptrt.init() has no directory", hint=f"pass one, or set {DIR} or --ckpt-dir")
     if every is not None and every < 1:
         raise UsageError(f"every={every}: a save every so many steps needs at least 1")
-    if keep is not None and keep < 1:
-        raise UsageError(f"keep={keep}: at least the newest checkpoint must stay")
     if not state:
         raise UsageError(
             "ckptrt.init() was given no state", hint="pass model=..., optim=... and what else must come back"
         )
     url = str(url) if "://" in str(url) else os.path.abspath(url)
+    keep = Keep(last=keep) if isinstance(keep, int) else keep
     policy = SavePolicy(every=every, keep=keep, on_error=on_error, when_busy=when_busy, dedup=dedup)
     return Runtime(url, env, state, policy, rng=rng, storage_options=dict(storage_options or {}))
 
@@ -122,6 +124,7 @@ class Runtime:
         self._raise_next: Error | None = None
         self._commit_line_s = -_COMMIT_LINE_EVERY_S
         self._told_s: float | None = None
+        self._metrics: Mapping[str, SupportsFloat] = {}
         self._outgrown = False
         self._closed = False
         self.start_step = 0
@@ -165,10 +168,11 @@ class Runtime:
             self.save()
         return restored
 
-    def step(self, **metrics: float) -> None:
+    def step(self, **metrics: SupportsFloat) -> None:
         """Say that a training step is done; saves if one is due.
 
-        metrics: numbers of this step, for people. Raises FencedError if another job has taken the run over, and with
+        metrics: numbers of this step, such as its loss; rank 0's are stored with the checkpoint, those that are finite.
+        Raises FencedError if another job has taken the run over, and with
         on_error="raise" the error of a save that failed since the last call.
         """
         self._check_open()
@@ -176,6 +180,7 @@ class Runtime:
         if self._link is None:
             self._begin_unrestored()
         self.step_count += 1
+        self._metrics = metrics
         if self._session.agent is not None:
             self._tell_progress(self._session.agent)
         faultpoint("step", rank=self.rank, step=self.step_count, incarnation=self.incarnation)
@@ -206,9 +211,9 @@ class Runtime:
         assert self._link is not None
         started_s = time.monotonic()
         try:
-            staged = self._stager.stage(self._adapters, self._arena, step, self.incarnation)
+            staged = self._stage(step)
             while staged is None and (wait or self._policy.when_busy == "wait") and self._await_slot():
-                staged = self._stager.stage(self._adapters, self._arena, step, self.incarnation)
+                staged = self._stage(step)
         except Exception as cause:  # noqa: BLE001 the user's own state_dict() may raise anything; training goes on
             error = cause if isinstance(cause, Error) else PersistError(f"the state can't be captured: {cause!r}")
             error.__cause__ = cause if error is not cause else None
@@ -235,6 +240,12 @@ class Runtime:
         self._link.submit(step, staged.slot, self._arena.fd, self._retry)
         faultpoint("submitted", **facts)
         return handle
+
+    def _stage(self, step: int) -> Staged | None:
+        # A metric may be a tensor on a device: its value is waited for only here.
+        numbers = {name: float(value) for name, value in self._metrics.items()} if self.rank == 0 else {}
+        metrics = {name: number for name, number in numbers.items() if math.isfinite(number)}
+        return self._stager.stage(self._adapters, self._arena, step, self.incarnation, metrics)
 
     def _await_slot(self) -> bool:
         """Wait until a save under way is settled; False if none is."""
@@ -333,7 +344,7 @@ class Runtime:
             "world_size": self.world_size,
             "nonce": session.nonce,
             "made_by": made_by(),
-            "keep": self._policy.keep,
+            "keep": None if self._policy.keep is None else asdict(self._policy.keep),
             "dedup": self._policy.dedup,
             "rank": self.rank,
             "pid": os.getpid(),

@@ -6,6 +6,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from ckptrt.storage.retention import Keep
+
 __all__ = ["OnError", "SaveHandle", "SavePolicy", "SaveStats", "UnderWay", "WhenBusy"]
 
 OnError = Literal["warn", "raise"]
@@ -43,7 +45,7 @@ class SavePolicy:
     """When to save, what to keep, and what to do when a save fails or finds no slot: see `init`."""
 
     every: int | None
-    keep: int | None
+    keep: Keep | None
     on_error: OnError
     when_busy: WhenBusy
     dedup: bool = True

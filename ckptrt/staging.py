@@ -7,7 +7,7 @@ long as the captured state has the same keys, shapes, dtypes and holders.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,7 +46,9 @@ class Stager(Protocol):
     UsageError for state that can't be stored and NoSpaceError if there is no memory; then no slot is taken.
     """
 
-    def stage(self, adapters: Sequence[Adapter], arena: Arena, step: int, incarnation: int) -> Staged | None: ...
+    def stage(
+        self, adapters: Sequence[Adapter], arena: Arena, step: int, incarnation: int, metrics: Mapping[str, float]
+    ) -> Staged | None: ...
 
     def release(self) -> None:
         """Forget all that is kept between saves, and with it the arena's memory."""
@@ -73,11 +75,15 @@ class CopyStager:
         self._world_size = world_size
         self._kept: _Kept | None = None
 
-    def stage(self, adapters: Sequence[Adapter], arena: Arena, step: int, incarnation: int) -> Staged | None:
+    def stage(
+        self, adapters: Sequence[Adapter], arena: Arena, step: int, incarnation: int, metrics: Mapping[str, float]
+    ) -> Staged | None:
         items, data = capture_all(adapters)
         kept = self._plan(items)
         versions = [(item.tensor.data_ptr(), item.tensor._version) for item in items]
         layout, meta = _layout(kept, self._rank, data, _steady(kept, items, versions))
+        if metrics:  # the rest is kept encoded
+            meta = b'%s,"metrics":%s}' % (meta[:-1], msgspec.json.encode(metrics))
         if arena.ensure(layout.size_bytes, len(meta)):
             kept.views.clear()
             assert arena.view is not None

@@ -22,6 +22,7 @@ from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.commit import commit
 from ckptrt.storage.layout import CommitId
 from ckptrt.storage.records import ReceiptRecord, unseal
+from ckptrt.storage.retention import Keep
 from ckptrt.storage.tiers.base import Tier
 
 __all__ = ["Attempt", "Notice", "RunWriter"]
@@ -49,7 +50,7 @@ class Attempt:
     world_size: int
     nonce: str
     made_by: str
-    keep: int | None
+    keep: Keep | None
     dedup: bool = True
 
     def folder(self, step: int, retry: int = 0) -> str:

@@ -3,6 +3,7 @@
     run.json                                          format version, run id; create-only
     fences/i00000004.json                             one incarnation's fence; create-only
     commits/s000001000.i00000004.json                 the commit; create-only
+    pins/s000001000.i00000004.json                    keeps that checkpoint from being pruned; create-only
     data/s000001000.i00000004.<nonce>/manifest.json.zst
     data/s000001000.i00000004.<nonce>/r00000.safetensors
     data/s000001000.i00000004.<nonce>/r00000.receipt.json
@@ -16,19 +17,22 @@ import re
 from typing import NamedTuple
 
 __all__ = [
-    "ABANDONED", "COMMITS", "DATA", "FENCES", "MANIFEST", "RUN", "CommitId", "commit_name", "data_dir", "fence_name",
-    "parse_commit_name", "parse_data_dir", "parse_fence_name", "parse_shard_path", "receipt_name", "shard_name",
+    "ABANDONED", "COMMITS", "DATA", "FENCES", "MANIFEST", "PINS", "RUN", "CommitId", "commit_name", "data_dir",
+    "fence_name", "parse_commit_name", "parse_data_dir", "parse_fence_name", "parse_pin_name", "parse_shard_path",
+    "pin_name", "receipt_name", "shard_name",
 ]  # fmt: skip
 
 RUN = "run.json"
 FENCES = "fences/"
 COMMITS = "commits/"
+PINS = "pins/"
 DATA = "data/"
 MANIFEST = "manifest.json.zst"
 ABANDONED = "abandoned"  # in an attempt's data folder: a rank that others can't hear will not write its part
 
 _FENCE = re.compile(r"fences/i([0-9]{8,18})\.json")
 _COMMIT = re.compile(r"commits/s([0-9]{9,18})\.i([0-9]{8,18})\.json")
+_PIN = re.compile(r"pins/s([0-9]{9,18})\.i([0-9]{8,18})\.json")
 _DATA = re.compile(r"data/s([0-9]{9,18})\.i([0-9]{8,18})\.([0-9a-z]{1,32})/?")
 _SHARD_FILE = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 
@@ -46,6 +50,10 @@ def fence_name(incarnation: int) -> str:
 
 def commit_name(commit: CommitId) -> str:
     return f"commits/s{commit.step:09d}.i{commit.incarnation:08d}.json"
+
+
+def pin_name(commit: CommitId) -> str:
+    return f"pins/s{commit.step:09d}.i{commit.incarnation:08d}.json"
 
 
 def data_dir(commit: CommitId, nonce: str) -> str:
@@ -74,6 +82,13 @@ def parse_commit_name(name: str) -> CommitId | None:
     match = _COMMIT.fullmatch(name)
     commit = CommitId(int(match[1]), int(match[2])) if match else None
     return commit if commit and commit_name(commit) == name else None
+
+
+def parse_pin_name(name: str) -> CommitId | None:
+    """Which commit a pin's name says, or None if no writer would have given it that name."""
+    match = _PIN.fullmatch(name)
+    commit = CommitId(int(match[1]), int(match[2])) if match else None
+    return commit if commit and pin_name(commit) == name else None
 
 
 def parse_data_dir(name: str) -> tuple[CommitId, str] | None:

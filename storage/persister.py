@@ -35,6 +35,7 @@ from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.gather import Attempt, Notice, RunWriter
 from ckptrt.storage.prune import prune_committed
 from ckptrt.storage.records import ReceiptRecord, ShardRecord, seal, unseal
+from ckptrt.storage.retention import Keep
 from ckptrt.storage.shardfile import CHUNK_BYTES
 from ckptrt.storage.slots import ArenaView, SlotHeader
 from ckptrt.storage.tiers.base import Tier
@@ -177,7 +178,7 @@ class _Client:
             world_size=int(message["world_size"]),
             nonce=message["nonce"],
             made_by=message["made_by"],
-            keep=message["keep"],
+            keep=None if message["keep"] is None else Keep(**message["keep"]),
             dedup=bool(message.get("dedup", True)),
         )
         return attempt, dict(message["options"])
@@ -334,7 +335,7 @@ class Persister:
         if attempt.keep is None:
             return
         try:
-            prune_committed(catalog, keep_last=attempt.keep)
+            prune_committed(catalog, attempt.keep)
         except Error as error:
             self._broadcast(key, {"op": "warning", **error.data()})
 

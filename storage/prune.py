@@ -8,14 +8,17 @@ which the next prune finds. Data folders are listed before commits, so one that 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptrt.errors import CorruptError, NotFoundError, StorageError, UsageError
+from ckptrt.errors import CorruptError, ExistsError, NotFoundError, StorageError, UsageError
 from ckptrt.storage.catalog import Catalog, CommitInfo
 from ckptrt.storage.layout import COMMITS, DATA, FENCES, CommitId, commit_name, parse_data_dir
 from ckptrt.storage.lineage import Lineage
+from ckptrt.storage.pins import pinned_ids
+from ckptrt.storage.retention import Candidate, Keep, wanted
 from ckptrt.storage.tiers.base import Entry
 
 __all__ = [
@@ -29,7 +32,7 @@ _WRITE_MAX_S = 60.0  # no record's own write takes longer; its temporary file ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePolicy:
-    """keep_last: how many good checkpoints stay, at least 1.
+    """keep: which checkpoints of the path stay.
 
     grace_s: commits off the path and data without a commit stay until they are as old as this.
     removed_grace_s: the same for data of commits that this very plan removes.
@@ -37,22 +40,17 @@ class PrunePolicy:
     were left altogether for good: nothing of an abandoned branch is lost unless somebody asks for it.
     """
 
-    keep_last: int
+    keep: Keep
     grace_s: float = GRACE_S
     removed_grace_s: float = GRACE_S
     overtaken_only: bool = False
 
     def __post_init__(self) -> None:
-        if self.keep_last < 1:
-            raise UsageError(f"can't keep {self.keep_last} checkpoints: at least the newest good one stays")
         if self.grace_s < 0 or self.removed_grace_s < 0:
             raise UsageError("a grace time can't be negative")
 
     def __str__(self) -> str:
-        return (
-            f"keep the last {self.keep_last} good checkpoint{'s' * (self.keep_last > 1)}; data without a commit "
-            f"goes once it is {self.grace_s:g} s old"
-        )
+        return f"keep {self.keep} and what is pinned; data without a commit goes once it is {self.grace_s:g} s old"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +118,11 @@ def plan_prune(
     lineage = catalog.path()
     # An older incarnation's last commit may have come between the lists of commits and of fences.
     late = set(catalog.commit_ids()) - set(lineage.commits) - set(lineage.off_path)
-    kept, gone = _sort_commits(lineage, *_newest_good(lineage, policy.keep_last, examine or catalog.examine), policy)
+    pinned = pinned_ids(catalog)
+    stay = wanted(policy.keep, _candidates(catalog, lineage, policy.keep, now_s))
+    stay.update((commit, "pinned") for commit in pinned)
+    newest = _newest_good(lineage, policy.keep.last, examine or catalog.examine)
+    kept, gone = _sort_commits(lineage, *newest, stay, policy)
     kept.update((commit, "committed just now") for commit in late)
     ages = _Ages(catalog, now_s)
     commits: list[Removal] = []
@@ -130,7 +132,7 @@ def plan_prune(
             kept[commit] = "off the path, but younger than the grace time"
         else:
             commits.append(Removal(name=commit_name(commit), id=commit, reason=reason))
-    needed = _needed_folders(catalog, kept, folders)
+    needed = _needed_folders(catalog, {*kept, *pinned}, folders)
     removed = {commit.id for commit in commits}
     dead, waiting = _sort_folders(policy, lineage, folders, kept, removed, needed, ages)
     before_s = now_s - max(policy.grace_s, _WRITE_MAX_S)
@@ -159,8 +161,7 @@ def execute(catalog: Catalog, plan: PrunePlan) -> PruneResult:
             hint="run prune again",
         )
     result = PruneResult()
-    for commit in plan.commits:
-        _try(result, commit, catalog.tier.delete)
+    _delete_commits(catalog, plan.commits, result)
     # A record that could not be deleted may need any of the folders.
     if plan.folders and not result.errors:
         # An earlier prune may have been killed when a record was gone but could still come back.
@@ -171,12 +172,33 @@ def execute(catalog: Catalog, plan: PrunePlan) -> PruneResult:
     return result
 
 
-def prune_committed(catalog: Catalog, keep_last: int) -> PruneResult:
-    """What a running job does after each commit: keep the last few, free the others' space at once.
+def _delete_commits(catalog: Catalog, commits: Sequence[Removal], result: PruneResult) -> None:
+    """Delete commit records, but put back those that were pinned since the plan was made."""
+    records = catalog.tier.read_many([commit.name for commit in commits])
+    for commit in commits:
+        _try(result, commit, catalog.tier.delete)
+    pinned = pinned_ids(catalog) if commits else set()
+    for commit in commits:
+        if commit.id in pinned and commit.name in records:
+            with contextlib.suppress(ExistsError):
+                catalog.tier.create(commit.name, records[commit.name])
+            result.deleted = [name for name in result.deleted if name != commit.name]
+            result.errors.append(
+                StorageError(
+                    f"step {commit.id.step} was pinned while this prune was under way",
+                    safe="it stays, with its data",
+                    hint="run prune again for the others",
+                )
+            )
 
-    Reads the records of the kept commits only. Raises StorageError if something could not be deleted.
+
+def prune_committed(catalog: Catalog, keep: Keep) -> PruneResult:
+    """What a running job does after each commit: keep what is wanted, free the others' space at once.
+
+    Reads the records of the kept commits only, unless the rules need more. Raises StorageError if something could not
+    be deleted.
     """
-    policy = PrunePolicy(keep_last=keep_last, removed_grace_s=0.0, overtaken_only=True)
+    policy = PrunePolicy(keep=keep, removed_grace_s=0.0, overtaken_only=True)
     result = execute(catalog, plan_prune(catalog, policy, time.time()))
     if result.errors:
         raise result.errors[0]
@@ -220,6 +242,20 @@ def _data_folders(catalog: Catalog) -> dict[CommitId, list[str]]:
     return found
 
 
+def _candidates(catalog: Catalog, lineage: Lineage, keep: Keep, now_s: float) -> list[Candidate]:
+    """The path's commits as the rules see them; records are read only where a rule needs them."""
+    found: list[Candidate] = []
+    written_s = {entry.name: entry.modified_s for entry in catalog.tier.list(COMMITS)} if keep.within_s else {}
+    for commit in lineage.commits:
+        metrics: dict[str, float] = {}
+        if keep.best is not None:
+            with contextlib.suppress(CorruptError, NotFoundError):
+                metrics = catalog.read_commit(commit).metrics
+        age_s = now_s - written_s.get(commit_name(commit), now_s)
+        found.append(Candidate(id=commit, age_s=age_s, metrics=metrics))
+    return found
+
+
 def _newest_good(
     lineage: Lineage, count: int, examine: Callable[[CommitId], CommitInfo]
 ) -> tuple[list[CommitId], dict[CommitId, CommitInfo]]:
@@ -238,19 +274,28 @@ def _newest_good(
 
 
 def _sort_commits(
-    lineage: Lineage, good: list[CommitId], damaged: Mapping[CommitId, CommitInfo], policy: PrunePolicy
+    lineage: Lineage,
+    good: list[CommitId],
+    damaged: Mapping[CommitId, CommitInfo],
+    stay: Mapping[CommitId, str],
+    policy: PrunePolicy,
 ) -> tuple[dict[CommitId, str], dict[CommitId, str]]:
     """Which commits stay and which go, each with the reason."""
-    kept = {commit: "the newest good one" if i == 0 else f"last {policy.keep_last}" for i, commit in enumerate(good)}
+    last = policy.keep.last
+    kept = {commit: "the newest good one" if i == 0 else f"last {last}" for i, commit in enumerate(good)}
     gone: dict[CommitId, str] = {}
     # Damaged ones among the newest don't count, and may yet be repaired from another tier. With nothing good at
     # all, everything on the path is in `damaged` and stays.
     kept.update((commit, f"damaged, doesn't count: {info.reason}") for commit, info in damaged.items())
+    there = (*lineage.commits, *lineage.off_path)
+    kept.update((commit, stay[commit]) for commit in there if commit in stay and commit not in kept)
     for commit in lineage.commits:
         if commit not in kept:
-            gone[commit] = f"beyond the last {policy.keep_last}"
+            gone[commit] = f"beyond the last {last}" if policy.keep == Keep(last=last) else "no rule keeps it"
     on_path = {segment.incarnation for segment in lineage.segments}
     for commit, reason in lineage.off_path.items():
+        if commit in kept:
+            continue
         overtaken = bool(good) and commit.incarnation in on_path and commit.step <= good[0].step
         if policy.overtaken_only and not overtaken:
             kept[commit] = f"off the path ({reason}), but not overtaken"

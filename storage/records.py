@@ -22,8 +22,8 @@ from ckptrt.errors import CorruptError, VersionError
 
 __all__ = [
     "VERSION", "BorrowedFile", "BorrowedRecord", "CommitRecord", "DigestRecord", "FenceRecord", "ManifestHead",
-    "ManifestRef", "ObjectRecord", "Owner", "Parent", "ReceiptRecord", "RunRecord", "Section", "ShardRecord",
-    "TensorRecord", "seal", "unseal",
+    "ManifestRef", "ObjectRecord", "Owner", "Parent", "PinRecord", "ReceiptRecord", "RunRecord", "Section",
+    "ShardRecord", "TensorRecord", "seal", "unseal",
 ]  # fmt: skip
 
 VERSION = (1, 0)
@@ -95,6 +95,16 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     references: tuple[str, ...] = ()
     new_bytes: int = 0
     metrics: dict[str, float] = {}
+
+
+class PinRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Keeps a checkpoint from being pruned; `reason` and `owner` are for people."""
+
+    step: int
+    incarnation: int
+    reason: str
+    owner: Owner
+    created_at: str
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -213,14 +223,15 @@ class ManifestHead(msgspec.Struct, frozen=True, kw_only=True):
     sections: tuple[Section, ...]
 
 
-Record = RunRecord | FenceRecord | CommitRecord | ReceiptRecord | ManifestHead
-_T = TypeVar("_T", RunRecord, FenceRecord, CommitRecord, ReceiptRecord, ManifestHead)
+Record = RunRecord | FenceRecord | CommitRecord | ReceiptRecord | ManifestHead | PinRecord
+_T = TypeVar("_T", RunRecord, FenceRecord, CommitRecord, ReceiptRecord, ManifestHead, PinRecord)
 _KINDS: dict[type, str] = {
     RunRecord: "run",
     FenceRecord: "fence",
     CommitRecord: "commit",
     ReceiptRecord: "receipt",
     ManifestHead: "manifest",
+    PinRecord: "pin",
 }
 _ENCODER = msgspec.json.Encoder()
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}

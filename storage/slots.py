@@ -42,7 +42,7 @@ class MemorySnapshot(NamedTuple):
     world_size: int
 
 
-class SlotMeta(msgspec.Struct, frozen=True, kw_only=True):
+class SlotMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the image holds; becomes the receipt once digests and a file name are known.
 
     steady: numbers of the tensors that are likely to be what they were in the last checkpoint. metrics: numbers of the

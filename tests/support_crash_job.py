@@ -29,6 +29,7 @@ from ckptrt.storage.commit import commit
 from ckptrt.storage.layout import DATA, CommitId, data_dir, parse_data_dir, receipt_name
 from ckptrt.storage.prune import prune_committed
 from ckptrt.storage.records import Owner, Parent, TensorRecord
+from ckptrt.storage.retention import Keep
 from ckptrt.storage.shardfile import TensorSpec, lay_out, tensor_bytes
 from ckptrt.storage.slots import SlotHeader, SlotMeta
 from ckptrt.storage.tiers.base import Tier
@@ -242,7 +243,7 @@ class Job:
 
         def work() -> None:
             self.fs.note("pruning", keeps)
-            result = prune_committed(self.catalog, keep_last)
+            result = prune_committed(self.catalog, Keep(last=keep_last))
             self.fs.note("pruned", tuple(result.deleted))
 
         return self.attempt(work)

@@ -25,6 +25,7 @@ from ckptrt.errors import Error, NotFoundError
 from ckptrt.storage.catalog import Catalog, Overview, Owner, Parent
 from ckptrt.storage.layout import DATA, RUN, CommitId, parse_commit_name
 from ckptrt.storage.prune import PrunePolicy, execute, plan_prune
+from ckptrt.storage.retention import Keep
 from ckptrt.storage.tiers.local import LocalTier
 
 __all__ = ["Ledger", "Violation", "judge", "ledger_of", "walk"]
@@ -210,7 +211,7 @@ def _go_on(catalog: Catalog, ledger: Ledger, good: Sequence[CommitId]) -> None:
 
 
 def _prune(catalog: Catalog, keep_last: int) -> None:
-    policy = PrunePolicy(keep_last=keep_last, grace_s=0.0, removed_grace_s=0.0)
+    policy = PrunePolicy(keep=Keep(last=keep_last), grace_s=0.0, removed_grace_s=0.0)
     result = execute(catalog, plan_prune(catalog, policy, _LONG_AFTER_S * 1e6))
     if result.errors:
         raise result.errors[0]

@@ -57,7 +57,9 @@ class FakeRank:
         )
         return bytes(image)
 
-    def hello(self, path: str, url: str, incarnation: int = 1, keep: int | None = None, **more: Any) -> wire.Message:
+    def hello(
+        self, path: str, url: str, incarnation: int = 1, keep: dict[str, Any] | None = None, **more: Any
+    ) -> wire.Message:
         self.channel = wire.connect(path, 30.0)
         self.channel.send(
             {"op": "hello", "url": url, "options": {}, "incarnation": incarnation, "world_size": self.world_size,

@@ -33,7 +33,7 @@ class Snapshot:
         for rank, state in enumerate(states):
             adapters = adapt(state, rank, self.world_size, rng=rng)
             arena = Arena(rank, memfd)
-            assert CopyStager(rank, self.world_size).stage(adapters, arena, 7, 1) is not None
+            assert CopyStager(rank, self.world_size).stage(adapters, arena, 7, 1, {}) is not None
             self.fds.append(os.dup(arena.fd))
             arena.close()
 

@@ -20,6 +20,7 @@ from ckptrt.storage.catalog import open_catalog
 from ckptrt.storage.layout import DATA, CommitId, shard_name
 from ckptrt.storage.prune import PrunePolicy, execute, plan_prune
 from ckptrt.storage.records import ReceiptRecord, ShardRecord
+from ckptrt.storage.retention import Keep
 from ckptrt.storage.shardfile import TensorSpec, chunk_digests, lay_out, tensor_bytes
 from ckptrt.storage.slots import SlotMeta
 from ckptrt.storage.verify import verify_commit
@@ -177,7 +178,7 @@ def test_a_frozen_base_is_written_once_and_outlives_the_checkpoint_that_wrote_it
     assert all(found[step].size_bytes > _FROZEN_BYTES for step in found)
     assert state["borrowed"] == 2 * _FROZEN_BYTES
     catalog = open_catalog(url)
-    execute(catalog, plan_prune(catalog, PrunePolicy(keep_last=1, grace_s=0, removed_grace_s=0), 2e9))
+    execute(catalog, plan_prune(catalog, PrunePolicy(keep=Keep(last=1), grace_s=0, removed_grace_s=0), 2e9))
     assert list(records(url)) == [4]
     assert len(list(Path(url, "data").iterdir())) == 2
     assert verify_commit(catalog, CommitId(4, 2), read_data=True).is_ok

@@ -263,7 +263,7 @@ def test_prune_shows_its_plan_and_asks_for_yes(path):
     assert result.exit_code == 0
     assert re.search(r"^keep +30 +1 +the newest good one$", result.stdout, re.MULTILINE)
     assert re.search(r"^remove +10 +1 +10\.4 KiB  beyond the last 2$", result.stdout, re.MULTILINE)
-    assert "\nrule       keep the last 2 good checkpoints; " in result.stdout
+    assert "\nrule       keep the last 2 good checkpoints and what is pinned; " in result.stdout
     assert "\nfrees      10.4 KiB\n" in result.stdout
     assert result.stdout.endswith("dry run    nothing was removed\n")
     refused = ckptrt("prune", path, "--keep-last", "2", "--grace", "0")
@@ -279,7 +279,7 @@ def test_prune_shows_its_plan_and_asks_for_yes(path):
 def test_prune_tells_what_waits_for_its_grace_time(path):
     result = ckptrt("prune", path, "--keep-last", "1", "--grace", "2h", "--yes")
     assert result.exit_code == 0
-    assert "later      20.7 KiB younger than the grace time" in result.stdout
+    assert "later      20.8 KiB younger than the grace time" in result.stdout
     assert "removed    2 commits and 0 data folders, 0 B freed" in result.stdout
     assert len(list((path / "data").iterdir())) == 3
 
@@ -351,7 +351,7 @@ def test_prune_asks_on_a_terminal(path):
     command = [*CKPTRT, "prune", str(path), "--keep-last", "1", "--grace", "0"]
     status, output = on_a_terminal(command, b"n\n", NO_COLOR="1")
     assert status == 1
-    assert "Remove 2 commits and 2 data folders and free 20.7 KiB? [y/N]" in output
+    assert "Remove 2 commits and 2 data folders and free 20.8 KiB? [y/N]" in output
     assert len(list((path / "commits").iterdir())) == 3
     status, output = on_a_terminal(command, b"y\n", NO_COLOR="1")
     assert (status, len(list((path / "commits").iterdir()))) == (0, 1)

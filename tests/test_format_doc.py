@@ -17,6 +17,7 @@ from ckptrt.storage.records import (
     FenceRecord,
     ManifestHead,
     Parent,
+    PinRecord,
     ReceiptRecord,
     RunRecord,
     seal,
@@ -44,7 +45,7 @@ def test_every_kind_of_record_has_an_example_that_verifies_and_they_belong_toget
     assert commit.manifest.head_bytes + sum(s.size_bytes for s in head.sections) == commit.manifest.size_bytes
 
 
-@pytest.mark.parametrize("kind", [RunRecord, FenceRecord, CommitRecord, ReceiptRecord, ManifestHead])
+@pytest.mark.parametrize("kind", [RunRecord, FenceRecord, CommitRecord, PinRecord, ReceiptRecord, ManifestHead])
 def test_the_examples_are_what_a_writer_writes_now(kind: Any) -> None:
     name = "manifest" if kind is ManifestHead else kind.__name__.removesuffix("Record").lower()
     assert seal(unseal(kind, EXAMPLES[name], "example")) == EXAMPLES[name]

@@ -200,7 +200,7 @@ def test_old_checkpoints_go_after_a_commit(start, rank, tmp_path):
     url = str(tmp_path / "run")
     make_run(url)
     process = start()
-    rank.hello(process.path, url, keep=2)
+    rank.hello(process.path, url, keep={"last": 2})
     for step in range(1, 6):
         rank.stage(step % 2, step)
         rank.submit(step, step % 2)

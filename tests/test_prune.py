@@ -13,6 +13,7 @@ from ckptrt.errors import StorageError, TransientError, UsageError, VersionError
 from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.layout import CommitId, commit_name
 from ckptrt.storage.prune import PrunePlan, PrunePolicy, execute, plan_prune, prune_committed
+from ckptrt.storage.retention import Keep
 from ckptrt.storage.tiers.faulty import FaultyTier
 from ckptrt.storage.tiers.local import LocalTier
 from ckptrt.storage.tiers.memory import MemoryTier
@@ -27,7 +28,7 @@ def tier() -> MemoryTier:
 
 def plan(run: FakeRun, keep_last: int, grace_s: float = 0.0, in_s: float = LATER_S, **fields) -> PrunePlan:
     fields.setdefault("removed_grace_s", grace_s)
-    policy = PrunePolicy(keep_last=keep_last, grace_s=grace_s, **fields)
+    policy = PrunePolicy(keep=Keep(last=keep_last), grace_s=grace_s, **fields)
     return plan_prune(run.catalog, policy, time.time() + in_s)
 
 
@@ -65,7 +66,7 @@ def test_planning_changes_nothing(tmp_path):
 
 def test_keeping_none_is_refused():
     with pytest.raises(UsageError):
-        PrunePolicy(keep_last=0)
+        PrunePolicy(keep=Keep(last=0))
 
 
 def test_damaged_ones_among_the_newest_do_not_count_and_stay(tier):
@@ -242,7 +243,7 @@ def test_what_can_not_be_deleted_is_reported_and_its_data_stay(tier):
     assert result.deleted == [commit_name(CommitId(20, 1))]
     assert len(folders(run)) == 3
     with pytest.raises(TransientError):
-        prune_committed(run.catalog, 1)
+        prune_committed(run.catalog, Keep(last=1))
     tier.delete = plain_delete
     execute(run.catalog, plan(run, 1))
     assert folders(run) == [folder(30)]
@@ -258,7 +259,7 @@ def test_a_running_job_frees_what_it_no_longer_keeps_at_once(tier):
         return plain_read(name, start, size_bytes)
 
     tier.read = read
-    assert prune_committed(run.catalog, 2).deleted == [commit_name(CommitId(10, 1)), folder(10)]
+    assert prune_committed(run.catalog, Keep(last=2)).deleted == [commit_name(CommitId(10, 1)), folder(10)]
     assert {name.partition("/")[2][:10] for name in reads} == {"s000000020", "s000000030"}
 
 

@@ -446,7 +446,7 @@ def rss_bytes(pid: int) -> int:
 def test_bad_arguments_are_refused_before_anything_is_made(run):
     kwargs: Any
     for kwargs, word in [
-        ({}, "no state"), ({"every": 0, "loop": {}}, "every=0"), ({"keep": 0, "loop": {}}, "keep=0"),
+        ({}, "no state"), ({"every": 0, "loop": {}}, "every=0"), ({"keep": 0, "loop": {}}, "keep 0 checkpoints"),
         ({"loop": 3}, "'loop'"),
     ]:  # fmt: skip
         with pytest.raises(UsageError, match=word):

@@ -29,7 +29,7 @@ class Bench:
 
     def stage(self, step: int, settle: bool = True) -> int | None:
         adapters = adapt(self.state, self.rank, self.world_size, rng=False)
-        staged = self.stager.stage(adapters, self.arena, step, 1)
+        staged = self.stager.stage(adapters, self.arena, step, 1, {})
         if staged is None:
             return None
         if settle:
@@ -138,7 +138,7 @@ def test_replicas_share_the_work_and_write_every_byte_once():
         made.state = {"model": model}
         adapters = adapt(made.state, rank, 3, rng=False)
         adapters[0]._holders = lambda key, is_buffer: (0, 1, 2)  # type: ignore[attr-defined]  # as DDP would have it
-        staged = made.stager.stage(adapters, made.arena, 1, 1)
+        staged = made.stager.stage(adapters, made.arena, 1, 1, {})
         assert staged is not None
         header = made.arena.view.header(staged.slot)
         assert header is not None

@@ -21,6 +21,7 @@ from ckptrt.storage.checkpoint import Checkpoint
 from ckptrt.storage.layout import DATA, commit_name
 from ckptrt.storage.prune import prune_committed
 from ckptrt.storage.records import seal
+from ckptrt.storage.retention import Keep
 from ckptrt.storage.tiers import open_tier
 
 
@@ -56,7 +57,7 @@ def test_a_commit_and_a_prune_during_the_restore_do_not_take_the_parent_away(
             source = old.catalog.open_checkpoint(old.catalog.commits()[0])
             late.append(20)
             copy_commit(old, source, 20)
-            prune_committed(old.catalog, keep_last=1)
+            prune_committed(old.catalog, Keep(last=1))
         return real(self, parent)
 
     monkeypatch.setattr(session_module.Session, "_fence", fence_after_the_old_persister)

@@ -16,7 +16,10 @@ __all__ = ["cli", "main"]
 _VERBS = {
     "ls": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",
+    "tree": "Show what one checkpoint holds by module.",
     "verify": "Check that checkpoints are as they were written.",
+    "pin": "Keep a checkpoint, whatever the rules of prune say.",
+    "unpin": "Let a pinned checkpoint be pruned again.",
     "prune": "Remove checkpoints that are no longer wanted.",
 }
 

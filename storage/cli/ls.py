@@ -9,9 +9,10 @@ from ckptrt.storage.catalog import Catalog, CommitInfo, Overview
 from ckptrt.storage.cli import _output
 from ckptrt.storage.cli._settings import Settings, common_options, pass_settings
 from ckptrt.storage.layout import RUN
+from ckptrt.storage.pins import pinned_ids
 from ckptrt.storage.tiers import Tier, open_tier
 
-_HEADER = ("STEP", "AGE", "SIZE", "WORLD", "INCARNATION", "STATE", "NOTE")
+_HEADER = ("STEP", "AGE", "SIZE", "NEW", "WORLD", "INCARNATION", "STATE", "KEEP", "NOTE")
 _RUNS_HEADER = ("RUN", "CHECKPOINTS", "LATEST", "AGE", "SIZE", "NOTE")
 
 _EXAMPLES = """\b
@@ -29,8 +30,9 @@ Examples:
 def command(settings: Settings, path: str | None) -> None:
     """List the checkpoints of a run, newest first, or the runs in a directory.
 
-    STATE is `committed`, `off-path` (a branch that was cut off by a restart), `damaged` or `too-new`. Only records are
-    read; `ckptrt verify` looks at the data.
+    NEW is what was written for a checkpoint, where it refers to older ones for the rest of its SIZE. STATE is
+    `committed`, `off-path` (a branch that was cut off by a restart), `damaged` or `too-new`. Only records are read;
+    `ckptrt verify` looks at the data.
     """
     url = settings.url(path)
     catalog = Catalog(open_tier(url))
@@ -46,13 +48,14 @@ def command(settings: Settings, path: str | None) -> None:
 
 
 def _print_checkpoints(settings: Settings, url: str, catalog: Catalog, overview: Overview) -> None:
+    pinned = pinned_ids(catalog)
     if settings.is_json:
         _output.print_json(
             {
                 "url": url,
                 "run_id": catalog.run.run_id if catalog.run else None,
                 "newest_incarnation": max((*overview.fences, *overview.bad_fences), default=0),
-                "checkpoints": [_as_json(commit) for commit in overview.commits],
+                "checkpoints": [_as_json(commit, commit.id in pinned) for commit in overview.commits],
                 "problems": list(overview.problems),
             }
         )
@@ -62,28 +65,34 @@ def _print_checkpoints(settings: Settings, url: str, catalog: Catalog, overview:
     if not overview.commits:
         click.echo(f"no checkpoints in {url}", err=True)
         return
-    _output.print_table(_HEADER, [_row(commit) for commit in overview.commits], right=(0, 1, 2, 3, 4))
+    rows = [_row(commit, commit.id in pinned) for commit in overview.commits]
+    _output.print_table(_HEADER, rows, right=(0, 1, 2, 3, 4, 5))
 
 
-def _row(commit: CommitInfo) -> tuple[str, ...]:
+def _row(commit: CommitInfo, is_pinned: bool) -> tuple[str, ...]:
     record = commit.record
-    facts = ("", "", "") if record is None else (
-        _output.age(record.created_at), _output.size(record.size_bytes), str(record.world_size),
-    )  # fmt: skip
-    return (str(commit.step), *facts, str(commit.incarnation), commit.state, commit.reason)
+    facts = ("", "", "", "")
+    if record is not None:
+        new = "" if record.new_bytes == record.size_bytes else _output.size(record.new_bytes)
+        facts = (_output.age(record.created_at), _output.size(record.size_bytes), new, str(record.world_size))
+    keep = "pinned" if is_pinned else ""
+    return (str(commit.step), *facts, str(commit.incarnation), commit.state, keep, commit.reason)
 
 
-def _as_json(commit: CommitInfo) -> dict[str, object]:
+def _as_json(commit: CommitInfo, is_pinned: bool) -> dict[str, object]:
     document: dict[str, object] = {
         "step": commit.step,
         "incarnation": commit.incarnation,
         "state": commit.state,
         "reason": commit.reason,
+        "pinned": is_pinned,
     }
     record = commit.record
     if record is not None:
         document.update(
             size_bytes=record.size_bytes,
+            new_bytes=record.new_bytes,
+            metrics=record.metrics,
             world_size=record.world_size,
             num_tensors=record.num_tensors,
             created_at=record.created_at,

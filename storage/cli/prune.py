@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from typing import Literal
 
 import click
 
@@ -12,6 +14,7 @@ from ckptrt.storage.catalog import CommitId, open_catalog
 from ckptrt.storage.cli import _output
 from ckptrt.storage.cli._settings import Duration, Settings, common_options, pass_settings
 from ckptrt.storage.prune import GRACE_S, PrunePlan, PrunePolicy, PruneResult, Removal, execute, plan_prune
+from ckptrt.storage.retention import Keep
 from ckptrt.storage.verify import DataExaminer
 
 __all__ = ["command"]
@@ -21,13 +24,34 @@ _PARTIAL = 3
 _EXAMPLES = """\b
 Examples:
   ckptrt prune runs/gpt --keep-last 3 --dry-run
+  ckptrt prune runs/gpt --keep-last 3 --keep-every 1000 --keep-best 2:loss --yes
   ckptrt prune s3://bucket/runs/gpt --keep-last 3 --yes
 """
 
 
+class _Best(click.ParamType[tuple[int, str, Literal["min", "max"]]]):
+    """How many of the best stay, and by which metric: 2:loss, or 3:accuracy:max."""
+
+    name = "best"
+    _FORM = re.compile(r"([1-9][0-9]*):([^:]+?)(?::(min|max))?")
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, str, Literal["min", "max"]]:
+        match = self._FORM.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} isn't of the form 2:loss or 3:accuracy:max", param, ctx)
+        return int(match[1]), match[2], "max" if match[3] == "max" else "min"
+
+
 @click.command("prune", epilog=_EXAMPLES)
 @click.argument("path", metavar="[DIR|URL]", required=False)
-@click.option("--keep-last", type=click.IntRange(min=1), required=True, help="How many good checkpoints stay.")
+@click.option("--keep-last", type=click.IntRange(min=1), help="How many good checkpoints stay.")
+@click.option("--keep-every", type=click.IntRange(min=1), metavar="STEPS", help="One in so many steps stays.")
+@click.option("--keep-within", type=Duration(), help="Those younger than this stay, such as 24h.")
+@click.option(
+    "--keep-best", type=_Best(), metavar="K:METRIC[:max]", help="The K with the smallest (or largest) metric stay."
+)
 @click.option(
     "--grace", type=Duration(), default=GRACE_S, show_default="1h",
     help="Data younger than this stay until a later prune; 0 frees them at once.",
@@ -42,7 +66,10 @@ def command(
     ctx: click.Context,
     settings: Settings,
     path: str | None,
-    keep_last: int,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_within: float | None,
+    keep_best: tuple[int, str, Literal["min", "max"]] | None,
     grace: float,
     dry_run: bool,
     trust: bool,
@@ -53,9 +80,15 @@ def command(
     The newest good checkpoint always stays: before any goes, the newest is read whole, and if it is damaged the next
     older one, until one proves to be good. Damaged ones among the newest don't count and stay too.
     """
+    if not (keep_last or keep_every or keep_within or keep_best):
+        raise click.UsageError(
+            "what is to stay? Give --keep-last, --keep-every, --keep-within or --keep-best; nothing was removed"
+        )
     url = settings.url(path)
     catalog = open_catalog(url)
-    policy = PrunePolicy(keep_last=keep_last, grace_s=grace, removed_grace_s=grace)
+    best, metric, mode = keep_best or (None, "loss", "min")
+    keep = Keep(last=keep_last or 1, every=keep_every, within_s=keep_within, best=best, metric=metric, mode=mode)
+    policy = PrunePolicy(keep=keep, grace_s=grace, removed_grace_s=grace)
     now_s = time.time()
     plan = plan_prune(catalog, policy, now_s)
     if plan.commits and not trust:
