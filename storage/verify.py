@@ -19,7 +19,8 @@ import xxhash
 from ckptrt.errors import CorruptError, NotFoundError, UsageError, VersionError
 from ckptrt.storage.catalog import Catalog, CommitInfo
 from ckptrt.storage.checkpoint import Checkpoint
-from ckptrt.storage.layout import DATA, RUN, CommitId, commit_name, fence_name, receipt_name
+from ckptrt.storage.layout import DATA, RUN, CommitId, commit_name, fence_name, pin_name, receipt_name
+from ckptrt.storage.pins import pins
 from ckptrt.storage.records import ReceiptRecord, ShardRecord, TensorRecord
 from ckptrt.storage.shardfile import tensor_bytes
 
@@ -77,7 +78,7 @@ class Report:
 
 
 def verify_records(catalog: Catalog) -> list[Finding]:
-    """Check the run record, every fence and every commit record of a run.
+    """Check the run record and every fence, pin and commit record of a run.
 
     Raises VersionError if a fence is of a newer format. Commits off the path are checked too.
     """
@@ -87,6 +88,11 @@ def verify_records(catalog: Catalog) -> list[Finding]:
     overview = catalog.overview()
     for incarnation, problem in overview.bad_fences.items():
         findings.append(Finding(file=fence_name(incarnation), what=problem, is_fatal=False))
+    findings.extend(
+        Finding(file=pin_name(commit), what="it is damaged; it still pins", is_fatal=False)
+        for commit, record in pins(catalog).items()
+        if record is None
+    )
     findings.extend(
         Finding(file=commit_name(commit.id), what=commit.reason)
         for commit in overview.commits
