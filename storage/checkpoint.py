@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckptrt.errors import CorruptError, UsageError
 from ckptrt.storage.layout import DATA, MANIFEST, CommitId, parse_data_dir, parse_shard_path
 from ckptrt.storage.manifest import borrowed_files, open_head, section_bytes
-from ckptrt.storage.records import CommitRecord, ManifestHead, ReceiptRecord, Section, unseal
+from ckptrt.storage.records import CommitRecord, ManifestHead, ReceiptOutline, ReceiptRecord, Section, unseal
 from ckptrt.storage.tiers import Tier
 
 __all__ = ["Checkpoint", "check_commit", "check_head", "check_receipt"]
@@ -74,6 +74,13 @@ class Checkpoint:
         receipt = unseal(ReceiptRecord, data, self.manifest_name)
         check_receipt(receipt, self._section(rank), self.record, self.manifest_name)
         return receipt
+
+    def outlines(self) -> Iterator[ReceiptOutline]:
+        """What every rank stored, in order of ranks, the tensors not yet decoded."""
+        for section, data in zip(self.head().sections, self.records(), strict=True):
+            outline = unseal(ReceiptOutline, data, self.manifest_name)
+            check_receipt(outline, section, self.record, self.manifest_name)
+            yield outline
 
     def file_sizes(self) -> dict[str, int]:
         """Names and bytes of everything in the folders that hold this checkpoint's shard files."""
@@ -150,7 +157,7 @@ def check_head(head: ManifestHead, record: CommitRecord, where: str) -> None:
         raise CorruptError(f"{where} is damaged: its sections don't add up to it")
 
 
-def check_receipt(receipt: ReceiptRecord, section: Section, record: CommitRecord, where: str) -> None:
+def check_receipt(receipt: ReceiptRecord | ReceiptOutline, section: Section, record: CommitRecord, where: str) -> None:
     """A receipt must belong to its checkpoint and rank, and name the shard that the head names. Raises CorruptError."""
     shard = receipt.shard
     mine = (record.step, record.incarnation, record.world_size, section.rank, section.shard, section.shard_bytes)

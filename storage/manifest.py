@@ -14,7 +14,16 @@ import xxhash
 import zstandard
 
 from ckptrt.errors import CorruptError
-from ckptrt.storage.records import BorrowedFile, ManifestHead, ManifestRef, ReceiptRecord, Section, seal, unseal
+from ckptrt.storage.records import (
+    BorrowedFile,
+    ManifestHead,
+    ManifestRef,
+    ReceiptOutline,
+    ReceiptRecord,
+    Section,
+    seal,
+    unseal,
+)
 from ckptrt.storage.shardfile import tensor_bytes
 
 __all__ = ["borrowed_files", "build", "open_head", "section_bytes"]
@@ -55,7 +64,7 @@ def build(
     return data, head, reference
 
 
-def borrowed_files(receipt: ReceiptRecord) -> tuple[BorrowedFile, ...]:
+def borrowed_files(receipt: ReceiptRecord | ReceiptOutline) -> tuple[BorrowedFile, ...]:
     """What a manifest's head says of the older files that a rank borrows from."""
     return tuple(
         BorrowedFile(b.shard.name, b.shard.size_bytes, sum(tensor_bytes(tensor) for tensor in b.tensors))

@@ -22,8 +22,8 @@ from ckptrt.errors import CorruptError, VersionError
 
 __all__ = [
     "VERSION", "BorrowedFile", "BorrowedRecord", "CommitRecord", "DigestRecord", "FenceRecord", "ManifestHead",
-    "ManifestRef", "ObjectRecord", "Owner", "Parent", "PinRecord", "ReceiptRecord", "RunRecord", "Section",
-    "ShardRecord", "TensorRecord", "seal", "unseal",
+    "ManifestRef", "ObjectRecord", "Owner", "Parent", "PinRecord", "ReceiptOutline", "ReceiptRecord", "RunRecord",
+    "Section", "ShardRecord", "TensorRecord", "seal", "unseal",
 ]  # fmt: skip
 
 VERSION = (1, 0)
@@ -181,6 +181,35 @@ class ReceiptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             yield borrowed.shard, borrowed.tensors
 
 
+class ReceiptOutline(msgspec.Struct, frozen=True, kw_only=True):
+    """A receipt whose own tensors are still text, for who looks at a million of them one by one.
+
+    That takes a quarter of the memory and less time than to decode them all at once; equal text is equal tensors.
+    """
+
+    rank: int
+    world_size: int
+    step: int
+    incarnation: int
+    shard: ShardRecord
+    tensors: tuple[msgspec.Raw, ...]
+    objects: tuple[ObjectRecord, ...]
+    borrowed: tuple[BorrowedRecord, ...] = ()
+    digests: tuple[DigestRecord, ...] = ()
+
+    def files(self) -> Iterator[tuple[ShardRecord, Iterator[TensorRecord]]]:
+        """As of a receipt; each tensor is decoded when it is asked for."""
+        yield self.shard, map(self.decode, self.tensors)
+        for borrowed in self.borrowed:
+            yield borrowed.shard, iter(borrowed.tensors)
+
+    def decode(self, tensor: msgspec.Raw) -> TensorRecord:
+        try:
+            return _TENSOR_DECODER.decode(tensor)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise _damaged(f"the receipt of rank {self.rank} for step {self.step}", f"a tensor's {error}") from None
+
+
 class BorrowedFile(msgspec.Struct, frozen=True, array_like=True):
     """An older checkpoint's shard file that a rank borrows from: name below data/, its bytes, bytes borrowed."""
 
@@ -224,16 +253,18 @@ class ManifestHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Record = RunRecord | FenceRecord | CommitRecord | ReceiptRecord | ManifestHead | PinRecord
-_T = TypeVar("_T", RunRecord, FenceRecord, CommitRecord, ReceiptRecord, ManifestHead, PinRecord)
+_T = TypeVar("_T", RunRecord, FenceRecord, CommitRecord, ReceiptRecord, ReceiptOutline, ManifestHead, PinRecord)
 _KINDS: dict[type, str] = {
     RunRecord: "run",
     FenceRecord: "fence",
     CommitRecord: "commit",
     ReceiptRecord: "receipt",
+    ReceiptOutline: "receipt",
     ManifestHead: "manifest",
     PinRecord: "pin",
 }
 _ENCODER = msgspec.json.Encoder()
+_TENSOR_DECODER = msgspec.json.Decoder(TensorRecord)
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from itertools import islice
 
 import click
+import msgspec
 
 from ckptrt.errors import Error
 
@@ -17,12 +19,27 @@ __all__ = [
 ]  # fmt: skip
 
 SCHEMA = 1
+_JSON_BATCH = 1000
 _STEPS = (("d", 86400), ("h", 3600), ("m", 60))
 
 
-def print_json(document: dict[str, object]) -> None:
-    """One JSON document with its schema's version."""
-    click.echo(json.dumps({"schema": SCHEMA, **document}, indent=2))
+def print_json(document: dict[str, object], lists: Mapping[str, Iterable[object]] | None = None) -> None:
+    """One JSON document with its schema's version. `lists` are further fields, written item by item, a line each."""
+    text = json.dumps({"schema": SCHEMA, **document}, indent=2)
+    if not lists:
+        click.echo(text)
+        return
+    out = sys.stdout
+    out.write(text.removesuffix("\n}"))
+    for name, items in lists.items():
+        out.write(f',\n  "{name}": [')
+        separator = "\n    "
+        rest = iter(items)
+        while batch := list(islice(rest, _JSON_BATCH)):
+            out.write(separator + ",\n    ".join(msgspec.json.encode(item).decode() for item in batch))
+            separator = ",\n    "
+        out.write("]" if separator == "\n    " else "\n  ]")
+    out.write("\n}\n")
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
@@ -32,9 +49,8 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Seq
         _print_rich(header, rows, right, shown)
         return
     widths = {i: max(len(header[i]), *(len(row[i]) for row in rows)) for i in shown}
-    for row in (header, *rows):
-        cells = (row[i].rjust(widths[i]) if i in right else row[i].ljust(widths[i]) for i in shown)
-        click.echo("  ".join(cells).rstrip())
+    line = "  ".join(f"{{{i}:{'>' if i in right else '<'}{widths[i]}}}" for i in shown)
+    click.echo("\n".join(line.format(*row).rstrip() for row in (header, *rows)))
 
 
 def _print_rich(

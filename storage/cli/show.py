@@ -2,85 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from math import prod
+import functools
+from itertools import starmap
 
 import click
+import msgspec
 
 from ckptrt.errors import NoCheckpointError
 from ckptrt.storage.catalog import Catalog, Checkpoint, CommitId, open_catalog
 from ckptrt.storage.cli import _output
 from ckptrt.storage.cli._settings import Settings, Target, common_options, pass_settings
-from ckptrt.storage.records import TensorRecord
-from ckptrt.storage.shardfile import tensor_bytes
+from ckptrt.storage.contents import Contents, Tensor, TensorId, no_gc
 
-__all__ = ["command"]
+__all__ = ["choose", "command"]
 
-
-@dataclass(slots=True)
-class _Tensor:
-    """A global tensor, or one rank's own."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    ranks: list[int] = field(default_factory=list)
-    size_bytes: int = 0
-
-
-@dataclass(slots=True)
-class _Contents:
-    tensors: dict[tuple[str, int | None], _Tensor] = field(default_factory=dict)  # rank is None for global ones
-    objects: dict[str, int] = field(default_factory=dict)  # component -> how many ranks have one
-    files: list[str] = field(default_factory=list)
-
-    @staticmethod
-    def read(checkpoint: Checkpoint) -> _Contents:
-        contents = _Contents()
-        for receipt in checkpoint.receipts():
-            contents.files.extend(shard.name for shard, _ in receipt.files())
-            for tensor in (tensor for _, tensors in receipt.files() for tensor in tensors):
-                contents.add(receipt.rank, tensor)
-            for plain in receipt.objects:
-                contents.objects[plain.key] = contents.objects.get(plain.key, 0) + 1
-        return contents
-
-    def add(self, rank: int, tensor: TensorRecord) -> None:
-        key = (tensor.key, rank if tensor.rank_only else None)
-        known = self.tensors.setdefault(key, _Tensor(dtype=tensor.dtype, shape=tensor.shape))
-        known.ranks.append(rank)
-        known.size_bytes += tensor_bytes(tensor)
-
+_LISTED_MAX = 50
 
 _EXAMPLES = """\b
 Examples:
   ckptrt show runs/gpt@1200
   ckptrt -C s3://bucket/runs/gpt show latest --tensors
+  ckptrt show runs/gpt@1200 --tensors --all | grep embed
 """
 
 
 @click.command("show", epilog=_EXAMPLES)
 @click.argument("target", metavar="[STEP|latest|URL@STEP]", required=False)
-@click.option("--tensors", is_flag=True, help="List every tensor with dtype, shape and size.")
+@click.option("--tensors", is_flag=True, help="List tensors with dtype, shape and size.")
+@click.option("--all", "show_all", is_flag=True, help=f"With --tensors: all of them, not only the first {_LISTED_MAX}.")
 @common_options
 @pass_settings
-def command(settings: Settings, target: str | None, tensors: bool) -> None:
-    """Show what a checkpoint holds: the latest good one if no step is named. No tensor data are read."""
+@no_gc()
+def command(settings: Settings, target: str | None, tensors: bool, show_all: bool) -> None:
+    """Show what a checkpoint holds: the latest good one if no step is named. No tensor data are read.
+
+    JSON always lists all tensors if --tensors is given.
+    """
     where = settings.target(target)
     catalog = open_catalog(where.url)
-    checkpoint = catalog.open_checkpoint(_choose(catalog, where))
-    contents = _Contents.read(checkpoint)
+    checkpoint = catalog.open_checkpoint(choose(catalog, where))
+    contents = Contents(checkpoint.outlines(), max_listed=_max_listed(settings, tensors, show_all))
     if settings.is_json:
-        _output.print_json(_document(where.url, checkpoint, contents, tensors))
+        lists = {"tensors": starmap(_tensor_as_json, contents.tensors.items())} if tensors else {}
+        _output.print_json(_document(where.url, checkpoint, contents), lists)
         return
     _print(where.url, checkpoint, contents)
     if tensors:
         click.echo()
-        rows = [_row(key, rank, tensor) for (key, rank), tensor in sorted(contents.tensors.items(), key=_order)]
+        rows = [_row(name, tensor) for name, tensor in contents.tensors.items()]
         _output.print_table(("TENSOR", "DTYPE", "SHAPE", "SIZE", "RANKS"), rows, right=(3,))
+        more = contents.total.num_tensors - len(rows)
+        if more:
+            click.echo(f"... {more:,} more; --all lists them, `ckptrt tree` sums them up")
 
 
-def _choose(catalog: Catalog, where: Target) -> CommitId:
+def _max_listed(settings: Settings, tensors: bool, show_all: bool) -> int | None:
+    if not tensors:
+        return 0
+    return None if show_all or settings.is_json else _LISTED_MAX
+
+
+def choose(catalog: Catalog, where: Target) -> CommitId:
+    """The commit that a target names, or the newest good one, with a warning for each that was passed over."""
     if where.step is not None:
         return catalog.find(where.step)
     selection = catalog.newest_good()
@@ -91,19 +74,17 @@ def _choose(catalog: Catalog, where: Target) -> CommitId:
     return selection.commit.id
 
 
-def _print(url: str, checkpoint: Checkpoint, contents: _Contents) -> None:
+def _print(url: str, checkpoint: Checkpoint, contents: Contents) -> None:
     record = checkpoint.record
     name = url.rstrip("/").rpartition("/")[2]
     click.echo(f"{name} @ step {record.step}  committed {record.created_at} by incarnation {record.incarnation}")
     size = _output.size(record.size_bytes)
-    _line("size", f"{size} in {_output.count(len(set(contents.files)), 'file')} of {record.world_size} ranks")
+    _line("size", f"{size} in {_output.count(len(contents.files), 'file')} of {record.world_size} ranks")
     label = "state"
-    for component, members in _components(contents).items():
-        dtypes = ", ".join(sorted({tensor.dtype for tensor in members}))
-        elements = sum(prod(tensor.shape) for tensor in members)
-        size = _output.size(sum(tensor.size_bytes for tensor in members))
-        tensors = _output.count(len(members), "tensor")
-        _line(label, f"{component}: {tensors}, {_output.count(elements, 'element')}, {size} {dtypes}")
+    for component, totals in sorted(contents.branches.items()):
+        tensors, elements = _output.count(totals.num_tensors, "tensor"), _output.count(totals.num_elements, "element")
+        dtypes = ", ".join(sorted(totals.dtypes))
+        _line(label, f"{component}: {tensors}, {elements}, {_output.size(totals.size_bytes)} {dtypes}")
         label = ""
     if contents.objects:
         _line("objects", ", ".join(f"{key} ({_output.count(n, 'rank')})" for key, n in contents.objects.items()))
@@ -117,28 +98,24 @@ def _line(label: str, text: str) -> None:
     click.echo(f"  {label:9}{text}")
 
 
-def _components(contents: _Contents) -> dict[str, list[_Tensor]]:
-    found: dict[str, list[_Tensor]] = {}
-    for (key, _rank), tensor in contents.tensors.items():
-        found.setdefault(key.partition(".")[0].partition("/")[0], []).append(tensor)
-    return dict(sorted(found.items()))
+def _row(name: TensorId, tensor: Tensor) -> tuple[str, ...]:
+    key, ranks = (name, _ranges(tensor.ranks)) if isinstance(name, str) else (name[0], f"{name[1]} only")
+    return key, tensor.dtype, _shape(tensor.shape), _size(tensor.size_bytes), ranks
 
 
-def _order(item: tuple[tuple[str, int | None], _Tensor]) -> tuple[str, int]:
-    (key, rank), _ = item
-    return key, -1 if rank is None else rank
+_size = functools.cache(_output.size)  # of a million tensors few differ in shape
 
 
-def _row(key: str, rank: int | None, tensor: _Tensor) -> tuple[str, ...]:
-    ranks = f"{rank} only" if rank is not None else _ranges(tensor.ranks)
-    shape = "x".join(map(str, tensor.shape)) or "scalar"
-    return key, tensor.dtype, shape, _output.size(tensor.size_bytes), ranks
+@functools.cache
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
 
 
-def _ranges(ranks: Iterable[int]) -> str:
+@functools.cache
+def _ranges(ranks: tuple[int, ...]) -> str:
     """0-3,5."""
     runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
+    for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
@@ -146,9 +123,9 @@ def _ranges(ranks: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _document(url: str, checkpoint: Checkpoint, contents: _Contents, with_tensors: bool) -> dict[str, object]:
+def _document(url: str, checkpoint: Checkpoint, contents: Contents) -> dict[str, object]:
     record = checkpoint.record
-    document: dict[str, object] = {
+    return {
         "url": url,
         "step": record.step,
         "incarnation": record.incarnation,
@@ -158,24 +135,25 @@ def _document(url: str, checkpoint: Checkpoint, contents: _Contents, with_tensor
         "size_bytes": record.size_bytes,
         "data": checkpoint.folder,
         "references": list(record.references),
-        "files": sorted(set(contents.files)),
-        "num_tensors": len(contents.tensors),
+        "files": sorted(contents.files),
+        "num_tensors": contents.total.num_tensors,
         "components": {
-            component: {"num_tensors": len(members), "size_bytes": sum(tensor.size_bytes for tensor in members)}
-            for component, members in _components(contents).items()
+            component: {"num_tensors": totals.num_tensors, "size_bytes": totals.size_bytes}
+            for component, totals in sorted(contents.branches.items())
         },
         "objects": contents.objects,
     }
-    if with_tensors:
-        document["tensors"] = [
-            {
-                "key": key,
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "size_bytes": tensor.size_bytes,
-                "ranks": tensor.ranks,
-                "rank_only": rank is not None,
-            }
-            for (key, rank), tensor in sorted(contents.tensors.items(), key=_order)
-        ]
-    return document
+
+
+class _TensorAsJson(msgspec.Struct):
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    ranks: tuple[int, ...]
+    rank_only: bool
+
+
+def _tensor_as_json(name: TensorId, tensor: Tensor) -> _TensorAsJson:
+    key, rank_only = (name, False) if isinstance(name, str) else (name[0], True)
+    return _TensorAsJson(key, tensor.dtype, tensor.shape, tensor.size_bytes, tensor.ranks, rank_only)
