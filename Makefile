@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo kill-matrix crash flips lint format docs changelog clean etcd
+.PHONY: help test demo kill-matrix crash flips histories lint format docs changelog clean etcd
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make format  rewrite in house style    make clean   remove what was built"
 	@echo "make kill-matrix     kill ranks in every phase of a save, a hundred times: some minutes"
 	@echo "make crash           every crash state, every failing call, planted bugs: some minutes"
+	@echo "make histories       a hundred thousand histories of restarts and zombies against a naive twin"
 	@echo "make flips           ten thousand flipped bits, each of which must be reported"
 
 # The stamp is written last, so an install that failed or was interrupted is tried again.
@@ -44,6 +45,9 @@ kill-matrix: $(STAMP) etcd
 
 crash: $(STAMP)
 	@$(BIN)/python tests/crash.py $(CRASH_ARGS)
+
+histories: $(STAMP)
+	@$(BIN)/python tests/histories.py $(HISTORIES_ARGS)
 
 flips: $(STAMP)
 	@$(BIN)/python tests/flips.py $(FLIPS_ARGS)

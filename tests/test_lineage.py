@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
+import pytest
+from histories import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_histories import History, naive
 
 from ckptrt.storage.layout import CommitId
 from ckptrt.storage.lineage import trace, valid_commits
@@ -83,34 +84,6 @@ def test_an_unreadable_newest_fence_keeps_its_own_commits_and_what_is_older_than
     assert valid_commits({1: None}, ids((10, 1))) == list(trace({1: None}, ids((10, 1)), unreadable=[2]).commits)
 
 
-@dataclass
-class History:
-    """A run as it happens: incarnations start from a commit of the path, commit, and may commit late as zombies."""
-
-    fences: dict[int, Parent | None] = field(default_factory=dict)
-    commits: list[CommitId] = field(default_factory=list)
-    starts: dict[int, int] = field(default_factory=dict)
-    # The twin: what each incarnation's own history is, as it knew it when it started and as it went on.
-    history: dict[int, list[CommitId]] = field(default_factory=dict)
-    current: int = 0
-
-    def start(self, choice: int) -> None:
-        older = self.history.get(self.current, [])
-        self.current += 1
-        base = older[choice % len(older)] if older and choice else None
-        kept = older[: older.index(base) + 1] if base else []
-        self.fences[self.current] = parent(*base) if base else None
-        self.starts[self.current] = base.step if base else 0
-        self.history[self.current] = list(kept)
-
-    def commit(self, incarnation: int, ahead: int) -> None:
-        """The incarnation commits its next step; that of a deposed one is nobody's history but its own."""
-        mine = [c.step for c in self.commits if c.incarnation == incarnation]
-        commit = CommitId(max([self.starts[incarnation], *mine]) + ahead, incarnation)
-        self.commits.append(commit)
-        self.history[incarnation].append(commit)
-
-
 events = st.lists(
     st.one_of(
         st.tuples(st.just("start"), st.integers(0, 6)),
@@ -139,29 +112,6 @@ def test_the_path_is_the_newest_incarnations_own_history(happened, rng):
     assert valid_commits(run.fences, shuffled) == run.history[run.current][::-1]
 
 
-def naive(fences: dict[int, Parent | None], commits: list[CommitId]) -> list[CommitId]:
-    """The rule once more, as slow as it is plain: commit by commit, is there a way to it from the newest fence?"""
-    if not fences:
-        return []
-    found: list[CommitId] = []
-    for commit in commits:
-        at, limits, segments = max(fences), [], 0
-        while at != commit.incarnation:
-            origin = fences.get(at)
-            if origin is None or origin.incarnation >= at:
-                at = 0
-                break
-            limits.append(origin.step)
-            at, segments = origin.incarnation, segments + 1
-        if at and all(commit.step <= limit for limit in limits):
-            found.append(commit)
-    newest_of: dict[int, CommitId] = {}
-    for commit in found:
-        if commit.step not in newest_of or newest_of[commit.step].incarnation < commit.incarnation:
-            newest_of[commit.step] = commit
-    return sorted(newest_of.values(), key=lambda c: (c.incarnation, c.step), reverse=True)
-
-
 @settings(max_examples=1500, deadline=None)
 @given(
     st.dictionaries(st.integers(1, 6), st.none() | st.builds(parent, st.integers(0, 8), st.integers(1, 7)), max_size=6),
@@ -176,3 +126,12 @@ def test_any_records_at_all_give_what_the_naive_twin_gives(fences, commits, unre
     assert set(lineage.commits) | set(lineage.off_path) == commits
     assert not set(lineage.commits) & set(lineage.off_path)
     assert all(lineage.off_path.values())
+
+
+def test_a_sample_of_long_histories_is_clean() -> None:
+    assert not check(2000, seed=1)
+
+
+@pytest.mark.parametrize("bug", ["limits grow", "off by one", "newest step wins", "fences first"])
+def test_a_planted_bug_is_found(bug: str) -> None:
+    assert check(2000, seed=1, bug=bug)
