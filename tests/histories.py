@@ -5,8 +5,8 @@
 In each history incarnations start from any commit of the path (or from nothing), commit, and commit late, after any
 number of newer ones have begun. After every event the path must be the newest incarnation's own history, equal to that
 of a naive twin, with each step at most once. And a reader that lists commits, sleeps through any events, and lists
-fences, must get what the newest incarnation holds of the commits that it saw: no late commit of an older one. One history
-in four is no history at all but any records, as a broken store might hold them: there the twin alone is the judge.
+fences, must get what the newest incarnation holds of the commits that it saw: no late commit of an older one. One in
+four is no history at all but any records, as a broken store might hold them: there the twin alone is the judge.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _segments(fences: dict[int, Parent | None], commits: Sequence[CommitId], sla
         found += [c for c in mine if c.step not in steps]
         steps |= {c.step for c in mine}
         origin = fences[at]
-        if origin is None:
+        if origin is None or origin.incarnation >= at:
             break
         at, limit = origin.incarnation, origin.step + slack if grow else min(limit, origin.step + slack)
     return found
