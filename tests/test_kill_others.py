@@ -162,6 +162,7 @@ def test_a_rank_and_then_the_launcher_of_a_job_on_s3(tmp_path: Path, reference: 
     with Job(folder=tmp_path, steps=STEPS, gates={GATE: gate}, faults=torn, **store) as job:
         job.launch()
         wait_for(lambda: job.reached(GATE), job)
+        wait_for(lambda: 16 in steps_of(job), job)  # a worker may be killed before it has handed its last snapshot over
         kill(job.process.pid)
         job.process.wait()
         wait_for(lambda: not job.processes())
