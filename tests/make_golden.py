@@ -2,7 +2,7 @@
 
     python tests/make_golden.py tests/golden/1.0
 
-writes the run of the present version, and refuses to touch one that is there. Everything in it follows from formulas and
+writes the run of the present version, and refuses to touch one that is there. All of it follows from formulas and
 fixed clocks, so that a test can say what a reader must find, and that a writer still writes the same bytes.
 """
 
