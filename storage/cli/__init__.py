@@ -18,6 +18,7 @@ _VERBS = {
     "show": "Show what one checkpoint holds.",
     "tree": "Show what one checkpoint holds by module.",
     "verify": "Check that checkpoints are as they were written.",
+    "cp": "Copy checkpoints to another place.",
     "pin": "Keep a checkpoint, whatever the rules of prune say.",
     "unpin": "Let a pinned checkpoint be pruned again.",
     "prune": "Remove checkpoints that are no longer wanted.",

@@ -1,0 +1,216 @@
+"""Copying committed checkpoints from one run's place to another: the same names, the same bytes, the commit last.
+
+The target becomes (or stays) a replica: it has the source's run record and fences, so that the reader's rule says there
+what it says here. Every byte is compared with its digest while it passes. A copy that was killed is gone on with by
+the next one: files that are there are read and compared instead of written.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import xxhash
+
+from ckptrt.errors import CorruptError, ExistsError, MismatchError, NotFoundError
+from ckptrt.storage.catalog import Catalog
+from ckptrt.storage.checkpoint import Checkpoint
+from ckptrt.storage.layout import COMMITS, DATA, RUN, CommitId, commit_name, fence_name, receipt_name
+from ckptrt.storage.records import FenceRecord, RunRecord, ShardRecord, unseal
+from ckptrt.storage.tiers.base import Tier
+
+__all__ = ["CopyPlan", "copy", "plan_copy"]
+
+_PIECE_BYTES = 8 << 20
+_DIGEST_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPlan:
+    """What a copy has to do. commits: those that the target lacks, oldest first. size_bytes: of their shard files, of
+    which those that are in the target already are only compared.
+    """
+
+    commits: tuple[CommitId, ...]
+    there: tuple[CommitId, ...]
+    num_files: int
+    size_bytes: int
+
+
+def plan_copy(source: Catalog, target: Tier, commits: list[CommitId]) -> CopyPlan:
+    """See what of these commits the target lacks; changes nothing.
+
+    Raises MismatchError if the target belongs to another run, or has gone its own way since.
+    """
+    _check_run(source, target)
+    _check_fences(source, target)
+    known = target.read_many([commit_name(commit) for commit in commits])
+    missing = sorted(commit for commit in commits if commit_name(commit) not in known)
+    files = {file for commit in missing for s in source.open_checkpoint(commit).head().sections for file in s.files()}
+    return CopyPlan(
+        commits=tuple(missing),
+        there=tuple(sorted(set(commits) - set(missing))),
+        num_files=len(files),
+        size_bytes=sum(size for _, size in files),
+    )
+
+
+def copy(source: Catalog, target: Tier, plan: CopyPlan, progress: Callable[[int], None] | None = None) -> None:
+    """Copy what the plan names. May be killed at any point and repeated; nothing partial is ever seen in the target.
+
+    progress: called with bytes copied or compared. Raises CorruptError, naming file and bytes, for a source that isn't
+    as it was written (its commit doesn't appear in the target then), and MismatchError as `plan_copy` does.
+    """
+    if not plan.commits:
+        return
+    _copy_run(source, target)
+    _copy_fences(source, target)
+    done: set[str] = set()
+    for commit in plan.commits:
+        checkpoint = source.open_checkpoint(commit)
+        for rank in range(checkpoint.record.world_size):
+            receipt = checkpoint.receipt(rank)
+            for shard, _ in receipt.files():
+                if shard.name not in done:
+                    _copy_file(source.tier, target, shard, progress)
+                    done.add(shard.name)
+        _copy_records(checkpoint, target)
+
+
+# --- records
+
+
+def _check_run(source: Catalog, target: Tier) -> None:
+    try:
+        theirs = unseal(RunRecord, target.read(RUN), f"{target.url}/{RUN}")
+    except NotFoundError:
+        return
+    if source.run is None or theirs.run_id != source.run.run_id:
+        raise MismatchError(
+            f"{target.url} holds another run ({theirs.run_id}) than {source.tier.url}",
+            safe="both; nothing was copied",
+            hint="copy to an empty place",
+        )
+
+
+def _check_fences(source: Catalog, target: Tier) -> None:
+    """Every fence in the target must be one of the source's, byte for byte."""
+    for incarnation in Catalog(target).fences():
+        name = fence_name(incarnation)
+        ours = source.tier.read_many([name]).get(name)
+        if ours != target.read(name):
+            raise MismatchError(
+                f"{target.url} has gone its own way: its incarnation {incarnation} isn't that of {source.tier.url}",
+                safe="both; nothing was copied",
+                hint="copy to an empty place, or copy the other way round",
+            )
+
+
+def _copy_run(source: Catalog, target: Tier) -> None:
+    record = source.tier.read(RUN)
+    unseal(RunRecord, record, f"{source.tier.url}/{RUN}")
+    _create(target, RUN, record)
+
+
+def _copy_fences(source: Catalog, target: Tier) -> None:
+    """Oldest first, so that the newest one, which decides, finds its parents there."""
+    for incarnation in sorted(source.fences()):
+        name = fence_name(incarnation)
+        record = source.tier.read(name)
+        unseal(FenceRecord, record, f"{source.tier.url}/{name}")
+        _create(target, name, record)
+
+
+def _copy_records(checkpoint: Checkpoint, target: Tier) -> None:
+    """Receipts, the manifest, and, once everything else is durable, the commit."""
+    for rank in range(checkpoint.record.world_size):
+        _create(target, checkpoint.folder + receipt_name(rank), checkpoint.receipt_bytes(rank))
+    manifest = checkpoint.tier.read(checkpoint.manifest_name)
+    if xxhash.xxh3_128_hexdigest(manifest) != checkpoint.record.manifest.xxh3:
+        raise CorruptError(
+            f"{checkpoint.tier.url}/{checkpoint.manifest_name} is damaged: it doesn't have the digest of its commit",
+            safe="it wasn't copied",
+        )
+    _create(target, checkpoint.manifest_name, manifest)
+    for folder in (checkpoint.record.data, *checkpoint.record.references):
+        target.settle(f"{DATA}{folder}/")  # a copy that was killed may have left names that aren't durable
+    name = commit_name(checkpoint.id)
+    _create(target, name, checkpoint.tier.read(name))
+    target.settle(COMMITS)
+
+
+def _create(target: Tier, name: str, data: bytes) -> None:
+    try:
+        target.create(name, data)
+    except ExistsError:
+        if target.read(name) != data:
+            raise _other_contents(target, name) from None
+
+
+def _other_contents(target: Tier, name: str) -> MismatchError:
+    return MismatchError(
+        f"{target.url}/{name} is there already with other contents",
+        safe="it was left as it is, and what isn't committed there can't be seen",
+        hint="remove it if it is damaged (`ckptrt verify`), or copy to an empty place",
+    )
+
+
+# --- shard files
+
+
+def _copy_file(source: Tier, target: Tier, shard: ShardRecord, progress: Callable[[int], None] | None) -> None:
+    name = DATA + shard.name
+    try:
+        target.write(name, _Verified(source, shard, progress), shard.size_bytes)
+    except ExistsError:
+        try:
+            for _ in _Verified(target, shard, progress):
+                pass
+        except CorruptError:
+            raise _other_contents(target, name) from None
+
+
+class _Verified:
+    """A shard file in pieces, each compared with its digests; the next one is read while this one is written."""
+
+    def __init__(self, tier: Tier, shard: ShardRecord, progress: Callable[[int], None] | None) -> None:
+        self._tier = tier
+        self._shard = shard
+        self._progress = progress
+        chunks = max(1, _PIECE_BYTES // shard.chunk_bytes)
+        self._step = chunks * shard.chunk_bytes
+
+    def __iter__(self) -> Iterator[memoryview]:
+        # Page-aligned, so that a local disk takes them as they are.
+        size_bytes = max(1, min(self._step, self._shard.size_bytes))
+        buffers = [memoryview(mmap.mmap(-1, size_bytes)) for _ in range(2)]
+        starts = range(0, self._shard.size_bytes, self._step)
+        with ThreadPoolExecutor(1, thread_name_prefix="ckptrt-copy") as reader:
+            ahead: Future[memoryview] | None = None
+            for number, start in enumerate(starts):
+                piece = (ahead or reader.submit(self._read, start, buffers[number % 2])).result()
+                following = start + self._step
+                ahead = None
+                if following < self._shard.size_bytes:
+                    ahead = reader.submit(self._read, following, buffers[(number + 1) % 2])
+                yield piece
+                if self._progress is not None:
+                    self._progress(len(piece))
+
+    def _read(self, start: int, buffer: memoryview) -> memoryview:
+        shard = self._shard
+        piece = buffer[: min(self._step, shard.size_bytes - start)]
+        self._tier.read_into(DATA + shard.name, start, piece)
+        for at in range(0, len(piece), shard.chunk_bytes):
+            chunk, number = piece[at : at + shard.chunk_bytes], (start + at) // shard.chunk_bytes
+            expected = shard.chunks[number * _DIGEST_DIGITS : (number + 1) * _DIGEST_DIGITS]
+            if xxhash.xxh3_64_hexdigest(chunk) != expected:
+                raise CorruptError(
+                    f"{self._tier.url}/{DATA}{shard.name} is damaged: bytes {start + at} to "
+                    f"{start + at + len(chunk) - 1} don't have their digest",
+                    safe="nothing of its checkpoint was copied as committed",
+                    hint="`ckptrt verify --read-data` says what is hit, and the newest good step",
+                )
+        return piece
