@@ -1,7 +1,7 @@
 """Messages between processes of one node: one JSON object a message, file descriptors beside it.
 
 A Unix stream socket carries frames of a 4-byte little-endian length and UTF-8 JSON. Descriptors travel with
-the frame's first byte (SCM_RIGHTS), so they arrive no later than the message that names them.
+the frame's first bytes (SCM_RIGHTS), so they arrive no later than the message that names them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Channel", "Message", "connect", "listen"]
 Message = dict[str, Any]
 _LENGTH = struct.Struct("<I")
 _FRAME_MAX_BYTES = 64 << 20
-_FDS_MAX = 64
+_FDS_MAX = 64  # in one batch; the kernel takes 253
 
 
 class Channel:
@@ -36,10 +36,12 @@ class Channel:
         """Send one message; the descriptors stay the caller's own. Raises OSError when the peer is gone."""
         body = json.dumps(message, separators=(",", ":")).encode()
         frame = _LENGTH.pack(len(body)) + body
-        if fds:
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-            sent = self.sock.sendmsg([frame], rights)
-            frame = frame[sent:]
+        if len(fds) > _FDS_MAX * len(frame):
+            raise ValueError(f"{len(fds)} descriptors are too many for a message of {len(frame)} bytes")
+        for first in range(0, len(fds), _FDS_MAX):  # a byte carries a batch: the kernel never joins two in one read
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds[first : first + _FDS_MAX]))]
+            self.sock.sendmsg([frame[:1]], rights)
+            frame = frame[1:]
         if frame:
             self.sock.sendall(frame)
 
@@ -91,7 +93,7 @@ class Channel:
         # A read must not run past the frame whose descriptors it carries: the next frame's would be mixed in.
         want = 4 if len(self._buffer) < 4 else 4 + _frame_size(self._buffer)
         room = array.array("i", [0] * _FDS_MAX).itemsize * _FDS_MAX
-        data, ancillary, _flags, _addr = self.sock.recvmsg(want - len(self._buffer), socket.CMSG_SPACE(room))
+        data, ancillary, flags, _addr = self.sock.recvmsg(want - len(self._buffer), socket.CMSG_SPACE(room))
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
@@ -99,6 +101,8 @@ class Channel:
                 for fd in fds:
                     os.set_inheritable(fd, False)
                 self._fds.extend(fds)
+        if flags & socket.MSG_CTRUNC:
+            raise ConnectionError("descriptors that came with a message were lost: is the limit of open files too low?")
         self._buffer += data
         return bool(data)
 

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -419,6 +420,18 @@ def test_other_kinds_of_files_are_no_objects(tmp_path: Path) -> None:
     with pytest.raises(ExistsError):
         tier.create("dangling", b"1")
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("look", ["read", "size"])
+def test_a_fifo_in_a_runs_folder_blocks_no_reader(tmp_path: Path, look: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    script = (
+        "import sys; from ckptrt.storage.tiers.local import LocalTier\n"
+        "getattr(LocalTier(sys.argv[1]), sys.argv[2])('fifo')"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path), look]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "NotFoundError" in ended.stderr and "fifo" in ended.stderr
 
 
 # --- links out of the root

@@ -234,7 +234,8 @@ class LocalTier:
     def _open_object(self, name: str) -> Iterator[tuple[int, int]]:
         """The open file and its size; NotFoundError if no file has that name."""
         try:
-            fd = self._fs.open(self._path(name), os.O_RDONLY)
+            # Without O_NONBLOCK a FIFO that somebody left here would block the reader until somebody writes to it.
+            fd = self._fs.open(self._path(name), os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             if error.errno in _ABSENT:
                 raise not_found_error(self.url, name) from None
