@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckptrt.errors import CorruptError, ExistsError, NotFoundError, StorageError, UsageError
@@ -154,14 +154,10 @@ def execute(catalog: Catalog, plan: PrunePlan) -> PruneResult:
     Raises StorageError, with nothing deleted, if a newer incarnation has started since the plan was made: it may go on
     from a checkpoint that the plan removes.
     """
-    if catalog.newest_incarnation() > plan.newest_incarnation:
-        raise StorageError(
-            f"{catalog.tier.url} was taken over by a new incarnation while this prune was being planned",
-            safe="everything; nothing was deleted",
-            hint="run prune again",
-        )
+    if _is_taken_over(catalog, plan):
+        raise _taken_over_error(catalog, safe="everything; nothing was deleted")
     result = PruneResult()
-    _delete_commits(catalog, plan.commits, result)
+    _delete_commits(catalog, plan, result)
     # A record that could not be deleted may need any of the folders.
     if plan.folders and not result.errors:
         # An earlier prune may have been killed when a record was gone but could still come back.
@@ -172,11 +168,33 @@ def execute(catalog: Catalog, plan: PrunePlan) -> PruneResult:
     return result
 
 
-def _delete_commits(catalog: Catalog, commits: Sequence[Removal], result: PruneResult) -> None:
-    """Delete commit records, but put back those that were pinned since the plan was made."""
+def _is_taken_over(catalog: Catalog, plan: PrunePlan) -> bool:
+    return catalog.newest_incarnation() > plan.newest_incarnation
+
+
+def _taken_over_error(catalog: Catalog, safe: str) -> StorageError:
+    what = f"{catalog.tier.url} was taken over by a new incarnation while this prune was under way"
+    return StorageError(what, safe=safe, hint="run prune again")
+
+
+def _delete_commits(catalog: Catalog, plan: PrunePlan, result: PruneResult) -> None:
+    """Delete commit records, but put back those that were pinned since, and all if a new incarnation has begun.
+
+    Whoever prunes may sleep anywhere. An incarnation that is fenced after the look at the fences below finds the
+    records gone and goes on from another; one that was fenced before may go on from any of these, and need its data.
+    """
+    commits = plan.commits
     records = catalog.tier.read_many([commit.name for commit in commits])
     for commit in commits:
         _try(result, commit, catalog.tier.delete)
+    if (commits or plan.folders) and _is_taken_over(catalog, plan):
+        for name, record in records.items():
+            with contextlib.suppress(ExistsError):
+                catalog.tier.create(name, record)
+        result.deleted.clear()
+        result.freed_bytes = 0
+        result.errors.append(_taken_over_error(catalog, safe="everything; the records that were deleted are back"))
+        return
     pinned = pinned_ids(catalog) if commits else set()
     for commit in commits:
         if commit.id in pinned and commit.name in records:

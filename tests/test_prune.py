@@ -395,3 +395,22 @@ def test_what_interrupted_writes_left_goes_too_but_not_where_data_are_in_the_mak
     assert result.deleted == left[:-1][:1] + sorted(left[1:-1]) and result.freed_bytes == 20
     assert not [name for name in left[:-1] if (tmp_path / name).exists()] and (tmp_path / left[-1]).exists()
     assert plan(run, 2).is_empty
+
+
+def test_a_pruner_that_slept_through_a_takeover_takes_nothing_from_the_new_incarnation(tier, monkeypatch):
+    run = make_run(tier, [10, 20, 30])
+    made = plan(run, 1)
+    before = {name: tier.read(name) for name in map(commit_name, run.catalog.commit_ids())}
+    real = tier.delete
+
+    def sleep_and_delete(name: str) -> None:  # between the look at the fences and the first deletion
+        monkeypatch.setattr(tier, "delete", real)
+        run.fence(2, parent=CommitId(10, 1))
+        real(name)
+
+    monkeypatch.setattr(tier, "delete", sleep_and_delete)
+    result = execute(run.catalog, made)
+    assert "taken over" in result.errors[0].what and not result.deleted
+    assert {name: tier.read(name) for name in map(commit_name, run.catalog.commit_ids())} == before
+    assert folders(run) == [folder(10), folder(20), folder(30)]
+    assert run.catalog.newest_good().commit.step == 10
