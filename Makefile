@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo kill-matrix crash flips histories lint format docs changelog clean etcd
+.PHONY: help test demo kill-matrix crash flips histories fuzz lint format docs changelog clean etcd
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make format  rewrite in house style    make clean   remove what was built"
 	@echo "make kill-matrix     kill ranks in every phase of a save, a hundred times: some minutes"
 	@echo "make crash           every crash state, every failing call, planted bugs: some minutes"
+	@echo "make fuzz            ten minutes of hostile records and manifests"
 	@echo "make histories       a hundred thousand histories of restarts and zombies against a naive twin"
 	@echo "make flips           ten thousand flipped bits, each of which must be reported"
 
@@ -48,6 +49,10 @@ crash: $(STAMP)
 
 histories: $(STAMP)
 	@$(BIN)/python tests/histories.py $(HISTORIES_ARGS)
+
+fuzz: $(STAMP)
+	@mkdir -p $(VENV)/fuzz
+	@$(BIN)/python tests/fuzz_records.py -max_total_time=600 $(FUZZ_ARGS) $(VENV)/fuzz tests/fuzz_corpus
 
 flips: $(STAMP)
 	@$(BIN)/python tests/flips.py $(FLIPS_ARGS)

@@ -28,8 +28,10 @@ from ckptrt.storage.shardfile import tensor_bytes
 
 __all__ = ["borrowed_files", "build", "open_head", "section_bytes"]
 
-# A frame may claim any size; nothing that ckptrt wrote expands more than this.
-_EXPANDED_MAX_BYTES = 4 << 30
+# A frame may claim any size. Receipts of very regular names shrink to a twentieth; nothing that ckptrt wrote expands
+# more than this, and what a hostile manifest costs stays in proportion to its own size.
+_EXPANSION_MAX = 512
+_EXPANDED_MIN_BYTES = 1 << 20
 
 
 def build(
@@ -89,7 +91,7 @@ def section_bytes(frame: bytes, section: Section, where: str) -> bytes:
 def _expand(frame: bytes, where: str) -> bytes:
     try:
         size_bytes = zstandard.frame_content_size(frame)
-        if not 0 <= size_bytes <= _EXPANDED_MAX_BYTES:
+        if not 0 <= size_bytes <= max(_EXPANDED_MIN_BYTES, _EXPANSION_MAX * len(frame)):
             raise CorruptError(f"{where} is damaged: a frame claims {size_bytes} bytes")
         return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size_bytes)
     except zstandard.ZstdError as error:
