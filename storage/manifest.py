@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import xxhash
 import zstandard
 
-from ckptrt.errors import CorruptError
+from ckptrt.errors import CorruptError, PersistError
 from ckptrt.storage.records import (
     BorrowedFile,
     ManifestHead,
@@ -28,10 +28,10 @@ from ckptrt.storage.shardfile import tensor_bytes
 
 __all__ = ["borrowed_files", "build", "open_head", "section_bytes"]
 
-# A frame may claim any size. Receipts of very regular names shrink to a twentieth; nothing that ckptrt wrote expands
-# more than this, and what a hostile manifest costs stays in proportion to its own size.
+# A frame may claim any size, so it is bounded by its own: large receipts shrink to a twentieth, if their names are very
+# regular to a fiftieth. Small ones may be anything: the digests of a file of zeros shrink to nothing.
 _EXPANSION_MAX = 512
-_EXPANDED_MIN_BYTES = 1 << 20
+_EXPANDED_MIN_BYTES = 64 << 20
 
 
 def build(
@@ -49,6 +49,8 @@ def build(
     position = 0
     for rank in sorted(receipts):
         frame = compressor.compress(receipts[rank])
+        if len(receipts[rank]) > _expanded_max(frame):
+            raise PersistError(f"the receipt of rank {rank} is so repetitive that no reader would believe its size")
         digest, shard = xxhash.xxh3_128_hexdigest(frame), records[rank].shard
         borrowed = borrowed_files(records[rank])
         sections.append(Section(rank, position, len(frame), digest, shard.name, shard.size_bytes, borrowed))
@@ -88,10 +90,14 @@ def section_bytes(frame: bytes, section: Section, where: str) -> bytes:
     return _expand(frame, where)
 
 
+def _expanded_max(frame: bytes) -> int:
+    return max(_EXPANDED_MIN_BYTES, _EXPANSION_MAX * len(frame))
+
+
 def _expand(frame: bytes, where: str) -> bytes:
     try:
         size_bytes = zstandard.frame_content_size(frame)
-        if not 0 <= size_bytes <= max(_EXPANDED_MIN_BYTES, _EXPANSION_MAX * len(frame)):
+        if not 0 <= size_bytes <= _expanded_max(frame):
             raise CorruptError(f"{where} is damaged: a frame claims {size_bytes} bytes")
         return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size_bytes)
     except zstandard.ZstdError as error:

@@ -21,8 +21,11 @@ except ImportError:  # no wheel for this Python: the corpus is still played, wit
     atheris = None
 
 if atheris is not None and __name__ == "__main__":
-    with atheris.instrument_imports(include=["ckptrt"]):
-        pass
+    with atheris.instrument_imports(include=["ckptrt"]):  # whatever these import is watched too
+        import ckptrt.storage.catalog
+        import ckptrt.storage.contents
+        import ckptrt.storage.prune
+        import ckptrt.storage.verify  # noqa: F401
 
 import msgspec
 import zstandard

@@ -14,9 +14,9 @@ import xxhash
 import zstandard
 from fuzz_records import try_input
 
-from ckptrt.errors import CorruptError
-from ckptrt.storage.manifest import open_head
-from ckptrt.storage.records import ManifestRef
+from ckptrt.errors import CorruptError, PersistError
+from ckptrt.storage.manifest import build, open_head
+from ckptrt.storage.records import ManifestRef, ReceiptRecord, ShardRecord, seal
 
 CORPUS = sorted(Path(__file__).with_name("fuzz_corpus").iterdir())
 
@@ -44,6 +44,7 @@ def test_a_short_run_of_the_fuzzer_finds_nothing(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert fuzzed.returncode == 0, fuzzed.stderr[-3000:]
+    assert "no interesting inputs" not in fuzzed.stderr, "the code must be watched for coverage"
     executed = re.search(r"stat::number_of_executed_units: (\d+)", fuzzed.stderr)
     assert executed and int(executed[1]) > 300, fuzzed.stderr[-2000:]
 
@@ -54,3 +55,12 @@ def test_a_frame_that_claims_far_more_than_its_own_size_is_refused() -> None:
     reference = ManifestRef(size_bytes=len(bomb), xxh3=digest, head_bytes=len(bomb), head_xxh3=digest)
     with pytest.raises(CorruptError, match="claims 268435456 bytes"):
         open_head(bomb, reference, "manifest")
+
+
+def test_what_no_reader_would_believe_is_not_written() -> None:
+    shard = ShardRecord(
+        name="s000000001.i00000001.0a/r00000.safetensors", size_bytes=0, chunk_bytes=1, chunks="0" * (65 << 20)
+    )
+    receipt = ReceiptRecord(rank=0, world_size=1, step=1, incarnation=1, shard=shard, tensors=(), objects=())
+    with pytest.raises(PersistError, match="so repetitive"):
+        build(1, 1, {0: seal(receipt)}, {0: receipt})
