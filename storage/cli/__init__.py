@@ -17,11 +17,14 @@ _VERBS = {
     "ls": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",
     "tree": "Show what one checkpoint holds by module.",
+    "du": "Show what the checkpoints of a run take.",
+    "events": "Tell what happened to a run.",
     "verify": "Check that checkpoints are as they were written.",
     "cp": "Copy checkpoints to another place.",
     "pin": "Keep a checkpoint, whatever the rules of prune say.",
     "unpin": "Let a pinned checkpoint be pruned again.",
     "prune": "Remove checkpoints that are no longer wanted.",
+    "completion": "Print what a shell needs to complete verbs and options.",
 }
 
 

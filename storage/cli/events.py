@@ -1,0 +1,101 @@
+"""`ckptrt events`: the story of a run, told by what is stored."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+
+import click
+
+from ckptrt.storage.catalog import Catalog, CommitInfo, open_catalog
+from ckptrt.storage.cli import _output
+from ckptrt.storage.cli._settings import Duration, Settings, common_options, pass_settings
+from ckptrt.storage.pins import pins
+from ckptrt.storage.records import FenceRecord, PinRecord
+
+__all__ = ["command"]
+
+_EXAMPLES = """\b
+Examples:
+  ckptrt events runs/gpt
+  ckptrt -C s3://bucket/runs/gpt events --since 1h --json
+"""
+
+_Event = dict[str, object]
+
+
+@click.command("events", epilog=_EXAMPLES)
+@click.argument("path", metavar="[DIR|URL]", required=False)
+@click.option("--since", type=Duration(), help="Only what is younger than this, such as 1h.")
+@common_options
+@pass_settings
+def command(settings: Settings, path: str | None, since: float | None) -> None:
+    """Tell what happened to a run, oldest first: starts, resumes, commits, pins, and what is damaged.
+
+    All of it comes from the run's own records, so it works without a running job. Times are the writers' own clocks;
+    what can't be read has none and comes last.
+    """
+    url = settings.url(path)
+    found = _events(open_catalog(url))
+    if since is not None:
+        # As text: the records' times all have one form, and sort as they follow one another.
+        after = (datetime.now(timezone.utc) - timedelta(seconds=since)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        found = [event for event in found if not event["at"] or str(event["at"]) >= after]
+    if settings.is_json:
+        _output.print_json({"url": url, "events": found})
+        return
+    for event in found:
+        click.echo(f"{event['at'] or '':20}  {event['event']:8}  {event['text']}")
+    if not found:
+        click.echo(f"nothing happened in {url}", err=True)
+
+
+def _events(catalog: Catalog) -> list[_Event]:
+    overview = catalog.overview()
+    found = [_fence(fence) for fence in overview.fences.values()]
+    found += [_commit(commit) for commit in overview.commits if commit.record is not None]
+    found += [_pin(pin) for pin in pins(catalog).values() if pin is not None]
+    found.sort(key=lambda event: (str(event["at"]), event["event"] == "commit", event["incarnation"], event["step"]))
+    bad = [*overview.problems, *(commit.reason for commit in overview.commits if commit.record is None)]
+    return found + [{"at": None, "event": "warn", "incarnation": None, "step": None, "text": text} for text in bad]
+
+
+def _fence(fence: FenceRecord) -> _Event:
+    owner = fence.owner
+    who = f"{_output.count(fence.world_size, 'rank')}, pid {owner.pid} of {owner.user or '?'} on {owner.host}"
+    origin, word = "fresh", "start"
+    if fence.parent is not None:
+        origin, word = f"from step {fence.parent.step} of incarnation {fence.parent.incarnation}", "resume"
+    return {
+        "at": fence.created_at,
+        "event": word,
+        "incarnation": fence.incarnation,
+        "step": fence.parent.step if fence.parent else 0,
+        "text": f"incarnation {fence.incarnation} {origin}; {who}",
+    }
+
+
+def _commit(commit: CommitInfo) -> _Event:
+    record = commit.record
+    assert record is not None
+    new = "" if record.new_bytes == record.size_bytes else f", {_output.size(record.new_bytes)} of it new"
+    metrics = "".join(f", {name} {value:.6g}" for name, value in record.metrics.items())
+    aside = "" if commit.state == "committed" else f"; {commit.state}: {commit.reason}"
+    return {
+        "at": record.created_at,
+        "event": "commit",
+        "incarnation": commit.incarnation,
+        "step": commit.step,
+        "text": f"step {commit.step}, {_output.size(record.size_bytes)}{new}{metrics}{aside}",
+    }
+
+
+def _pin(pin: PinRecord) -> _Event:
+    reason = f": {pin.reason}" if pin.reason else ""
+    who = pin.owner.user or "?"
+    return {
+        "at": pin.created_at,
+        "event": "pin",
+        "incarnation": pin.incarnation,
+        "step": pin.step,
+        "text": f"step {pin.step} by {who} on {pin.owner.host}{reason}",
+    }
