@@ -28,7 +28,7 @@ EXIT_CODES = {
     2: "wrong usage: the command line or a call",
     3: "partial: some objects could not be copied or deleted",
     4: "a damaged checkpoint was found",
-    5: "nothing to resume from although something was asked for",
+    5: "nothing to resume from although something was asked for; `diff --exit-code` found differences",
     10: "no run, checkpoint or object of that name",
     11: "the run is held by another job, or a newer incarnation owns it",
     12: "access denied",

@@ -17,6 +17,7 @@ _VERBS = {
     "ls": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",
     "tree": "Show what one checkpoint holds by module.",
+    "diff": "Show what differs between two checkpoints.",
     "du": "Show what the checkpoints of a run take.",
     "events": "Tell what happened to a run.",
     "verify": "Check that checkpoints are as they were written.",
