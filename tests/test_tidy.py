@@ -52,6 +52,9 @@ ENTRY_POINTS = {
 }  # fmt: skip
 
 
+_DATA = ("tests/golden/", "tests/fuzz_corpus/")  # bytes to be read by tests, not text to be read by people
+
+
 @functools.cache
 def sources() -> tuple[Source, ...]:
     """Every text file that git tracks or would track."""
@@ -67,8 +70,9 @@ def sources() -> tuple[Source, ...]:
     found = []
     for path in files:
         data = path.read_bytes()
-        if b"\0" not in data:
-            found.append(Source(path=path.relative_to(ROOT).as_posix(), text=data.decode()))
+        name = path.relative_to(ROOT).as_posix()
+        if b"\0" not in data and not name.startswith(_DATA):
+            found.append(Source(path=name, text=data.decode()))
     return tuple(found)
 
 

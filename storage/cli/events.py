@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 
 import click
 
+from ckptrt.clock import SystemClock
 from ckptrt.storage.catalog import Catalog, CommitInfo, open_catalog
 from ckptrt.storage.cli import _output
 from ckptrt.storage.cli._settings import Duration, Settings, common_options, pass_settings
@@ -21,6 +22,7 @@ Examples:
 """
 
 _Event = dict[str, object]
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @click.command("events", epilog=_EXAMPLES)
@@ -38,7 +40,8 @@ def command(settings: Settings, path: str | None, since: float | None) -> None:
     found = _events(open_catalog(url))
     if since is not None:
         # As text: the records' times all have one form, and sort as they follow one another.
-        after = (datetime.now(timezone.utc) - timedelta(seconds=since)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = datetime.strptime(SystemClock().wall_iso(), _TIME)
+        after = (now - timedelta(seconds=since)).strftime(_TIME)
         found = [event for event in found if not event["at"] or str(event["at"]) >= after]
     if settings.is_json:
         _output.print_json({"url": url, "events": found})
