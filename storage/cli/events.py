@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 
 import click
 
@@ -40,7 +40,7 @@ def command(settings: Settings, path: str | None, since: float | None) -> None:
     found = _events(open_catalog(url))
     if since is not None:
         # As text: the records' times all have one form, and sort as they follow one another.
-        now = datetime.strptime(SystemClock().wall_iso(), _TIME)
+        now = datetime.strptime(SystemClock().wall_iso(), _TIME).replace(tzinfo=timezone.utc)
         after = (now - timedelta(seconds=since)).strftime(_TIME)
         found = [event for event in found if not event["at"] or str(event["at"]) >= after]
     if settings.is_json:
