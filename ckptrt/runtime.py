@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -26,7 +25,7 @@ from ckptrt.persisting import OwnPersister, PersisterLink
 from ckptrt.ranks import find_ranks
 from ckptrt.restoring import Restored, restore_newest
 from ckptrt.session import Candidate, join_run
-from ckptrt.snapshot import OnError, SaveHandle, SavePolicy, SaveStats, UnderWay, WhenBusy
+from ckptrt.snapshot import OnError, SaveHandle, SavePolicy, SaveStats, UnderWay, WhenBusy, finite_numbers
 from ckptrt.staging import CopyStager, Staged, Stager
 from ckptrt.storage.owner import made_by
 from ckptrt.storage.retention import Keep
@@ -242,9 +241,7 @@ class Runtime:
         return handle
 
     def _stage(self, step: int) -> Staged | None:
-        # A metric may be a tensor on a device: its value is waited for only here.
-        numbers = {name: float(value) for name, value in self._metrics.items()} if self.rank == 0 else {}
-        metrics = {name: number for name, number in numbers.items() if math.isfinite(number)}
+        metrics = finite_numbers(self._metrics) if self.rank == 0 else {}
         return self._stager.stage(self._adapters, self._arena, step, self.incarnation, metrics)
 
     def _await_slot(self) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, SupportsFloat
 
+from ckptrt import say
 from ckptrt.storage.retention import Keep
 
-__all__ = ["OnError", "SaveHandle", "SavePolicy", "SaveStats", "UnderWay", "WhenBusy"]
+__all__ = ["OnError", "SaveHandle", "SavePolicy", "SaveStats", "UnderWay", "WhenBusy", "finite_numbers"]
 
 OnError = Literal["warn", "raise"]
 WhenBusy = Literal["skip", "wait"]
@@ -58,3 +61,21 @@ class UnderWay(NamedTuple):
     slot: int
     started_s: float
     retry: int
+
+
+def finite_numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+    """Metrics as they are stored. What isn't a number is left out, with a warning: it must not cost the checkpoint.
+
+    A metric may be a tensor on a device, whose value is waited for here. NaN and infinities, which no rule could rank,
+    are left out.
+    """
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            say.line("warn", f"the metric {name!r} isn't stored: it is no number ({error})")
+            continue
+        if math.isfinite(number):
+            found[name] = number
+    return found

@@ -1,7 +1,8 @@
 """Pins: small records that keep a checkpoint from being pruned.
 
-A pin is written first and the commit looked up after; prune deletes a commit record first and looks for pins after, and
-puts the record back if there is one. So whichever comes first, a pin that was reported holds.
+A pin is written first and the commit looked up after. Prune looks for pins, deletes commit records, looks once more,
+and puts back the record of what was pinned in between. So whichever comes first, a pin that was reported holds, unless
+the pruner dies, or the disk is full, in that very moment.
 """
 
 from __future__ import annotations

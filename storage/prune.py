@@ -185,12 +185,16 @@ def _delete_commits(catalog: Catalog, plan: PrunePlan, result: PruneResult) -> N
     """
     commits = plan.commits
     records = catalog.tier.read_many([commit.name for commit in commits])
+    # Since the plan was made minutes may have passed. Putting a record back takes room and a process that lives on, so
+    # that is left for pins that come after this look.
+    pinned = pinned_ids(catalog) if commits else set()
+    result.errors += [_pinned_error(commit.id) for commit in commits if commit.id in pinned]
+    commits = tuple(commit for commit in commits if commit.id not in pinned)
     for commit in commits:
         _try(result, commit, catalog.tier.delete)
     if (commits or plan.folders) and _is_taken_over(catalog, plan):
         for name, record in records.items():
-            with contextlib.suppress(ExistsError):
-                catalog.tier.create(name, record)
+            _put_back(catalog, name, record, result)
         result.deleted.clear()
         result.freed_bytes = 0
         result.errors.append(_taken_over_error(catalog, safe="everything; the records that were deleted are back"))
@@ -198,16 +202,32 @@ def _delete_commits(catalog: Catalog, plan: PrunePlan, result: PruneResult) -> N
     pinned = pinned_ids(catalog) if commits else set()
     for commit in commits:
         if commit.id in pinned and commit.name in records:
-            with contextlib.suppress(ExistsError):
-                catalog.tier.create(commit.name, records[commit.name])
+            _put_back(catalog, commit.name, records[commit.name], result)
             result.deleted = [name for name in result.deleted if name != commit.name]
-            result.errors.append(
-                StorageError(
-                    f"step {commit.id.step} was pinned while this prune was under way",
-                    safe="it stays, with its data",
-                    hint="run prune again for the others",
-                )
+            result.errors.append(_pinned_error(commit.id))
+
+
+def _put_back(catalog: Catalog, name: str, record: bytes, result: PruneResult) -> None:
+    try:
+        catalog.tier.create(name, record)
+    except ExistsError:
+        pass  # it wasn't deleted
+    except StorageError as error:
+        result.errors.append(
+            StorageError(
+                f"{catalog.tier.url}/{name} was deleted and can't be put back: {error.what}",
+                safe="the data of its checkpoint; without the record nobody finds them",
+                hint=f"write these bytes to that name: {record.decode(errors='replace').rstrip()}",
             )
+        )
+
+
+def _pinned_error(commit: CommitId) -> StorageError:
+    return StorageError(
+        f"step {commit.step} was pinned while this prune was under way",
+        safe="it stays, with its data",
+        hint="run prune again for the others",
+    )
 
 
 def prune_committed(catalog: Catalog, keep: Keep) -> PruneResult:

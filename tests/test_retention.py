@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,16 @@ from hypothesis import strategies as st
 from support_runs import FakeRun, make_run, overwrite
 
 import ckptrt
-from ckptrt.errors import NoCheckpointError, UsageError
-from ckptrt.storage.catalog import open_catalog
+from ckptrt.errors import NoCheckpointError, NoSpaceError, UsageError
+from ckptrt.snapshot import finite_numbers
+from ckptrt.storage.catalog import Catalog, open_catalog
 from ckptrt.storage.cli import cli
 from ckptrt.storage.layout import CommitId, commit_name, pin_name
 from ckptrt.storage.pins import pin, pinned_ids, pins, unpin
 from ckptrt.storage.prune import PrunePlan, PrunePolicy, execute, plan_prune
 from ckptrt.storage.records import CommitRecord, seal
 from ckptrt.storage.retention import Candidate, Keep, wanted
+from ckptrt.storage.tiers.faulty import Fault, FaultyTier
 from ckptrt.storage.tiers.local import LocalTier
 from ckptrt.storage.tiers.memory import MemoryTier
 
@@ -201,6 +204,30 @@ def test_a_pin_that_comes_while_a_prune_is_at_work_holds() -> None:
             assert not run.catalog.open_checkpoint(CommitId(10, 1)).problems()
 
 
+@pytest.mark.parametrize("trouble", ["killed", "full"])
+def test_a_pin_that_comes_between_plan_and_prune_needs_nothing_put_back(trouble: str) -> None:
+    """A prune may be killed once the records are gone, and a full disk takes no record back."""
+    run = make_run(MemoryTier(), [10, 20, 30])
+    made = plan(run, Keep())
+    assert pin(run.catalog, CommitId(10, 1))
+    real = run.tier.delete, run.tier.create
+
+    def delete(name: str) -> None:
+        real[0](name)
+        if trouble == "killed" and name == commit_name(CommitId(10, 1)):
+            raise KeyboardInterrupt
+
+    def create(name: str, data: bytes) -> None:
+        raise NoSpaceError(f"{name}: no room")
+
+    run.tier.delete, run.tier.create = delete, create
+    with contextlib.suppress(KeyboardInterrupt):
+        execute(run.catalog, made)
+    run.tier.delete, run.tier.create = real
+    assert CommitId(10, 1) in run.catalog.commit_ids()
+    assert not run.catalog.open_checkpoint(CommitId(10, 1)).problems()
+
+
 def test_the_command_line_pins_and_unpins(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     make_run(LocalTier(url), [10, 20])
@@ -238,3 +265,26 @@ def test_metrics_and_rules_travel_from_the_training_loop(tmp_path: Path, monkeyp
         4: {"loss": 2.0, "rate": 0.1},
         2: {"loss": 1.0, "rate": 0.1},
     }
+
+
+def test_a_metric_that_is_no_number_costs_no_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics: Any = {"loss": torch.tensor([1.0, 2.0]), "note": "high", "none": None, "rate": 0.5, "inf": float("inf")}
+    assert finite_numbers(metrics) == {"rate": 0.5}
+    assert [line.split("'")[1] for line in capsys.readouterr().err.splitlines()] == ["loss", "note", "none"]
+
+
+def test_a_record_that_cannot_be_put_back_is_told_with_its_bytes() -> None:
+    run = make_run(MemoryTier(), [10, 20])
+    made, name = plan(run, Keep()), commit_name(CommitId(10, 1))
+    record, real = run.tier.read(name), run.tier.delete
+
+    def delete(each: str) -> None:
+        pin(run.catalog, CommitId(10, 1))
+        real(each)
+
+    run.tier.delete = delete
+    tier = FaultyTier(run.tier, [Fault(method="create", name="commits/*", times=None, error=NoSpaceError)])
+    errors = execute(Catalog(tier), made).errors
+    assert any(record.decode().rstrip() in error.hint for error in errors)
+    assert not run.catalog.open_checkpoint(CommitId(20, 1)).problems()
+    assert len(run.tier.list("data/")) == 2, "no data go while a record is in doubt"
