@@ -6,14 +6,17 @@ import logging
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import support_reshard
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
 import ckptrt
+from ckptrt import staging
 from ckptrt.errors import PersistError
 from ckptrt.storage.borrow import PIECE_BYTES, Pieces, pack
 from ckptrt.storage.catalog import open_catalog
@@ -247,3 +250,31 @@ def test_damage_in_a_borrowed_file_is_found_by_every_checkpoint_that_needs_it(
     caplog.set_level(logging.CRITICAL)
     with ckptrt.init(url, **lora()) as rt, pytest.raises(ckptrt.CorruptError):
         rt.restore()
+
+
+def save_unchanged(rank: int, world_size: int, url: str, layout: str) -> int:
+    """Three checkpoints of the same state, so that the last borrows all of it; gives how many bytes that is."""
+    with patch.object(staging, "_STEADY_MIN_BYTES", 1):
+        model, optimizer = support_reshard.build(layout, seed=0)
+        support_reshard.fill(model, optimizer)
+        loop = {"samples": 100 + rank, "seen": torch.full((3,), float(rank))}
+        with ckptrt.init(url, model=model, optim=optimizer, loop=loop) as rt:
+            rt.restore()
+            for _ in range(3):
+                rt.step()
+                rt.save().committed.result(60)
+            return rt.stats.borrowed_bytes
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_what_several_ranks_borrow_is_restored_on_any_number_of_them(worlds: Any, tmp_path: Path, layout: str) -> None:
+    url = str(tmp_path / "run")
+    assert all(count > 100 for count in worlds(2).run(save_unchanged, url, layout))
+    newest = records(url)[3]
+    assert newest.references == (records(url)[2].data,)
+    assert verify_commit(open_catalog(url), CommitId(3, 1), read_data=True).is_ok
+    for size, now in ((2, layout), (1, "plain"), (3, "fsdp"), (4, "hsdp")):
+        for rank, (differences, step, loop) in enumerate(worlds(size).run(support_reshard.restore, url, now)):
+            assert (differences, step) == ([], 3)
+            assert loop == (100 + rank % 2, [float(rank % 2)] * 3)
