@@ -102,14 +102,18 @@ def verify_records(catalog: Catalog) -> list[Finding]:
 
 
 def verify_commit(
-    catalog: Catalog, commit: CommitId, read_data: bool = False, progress: Callable[[int], None] | None = None
+    catalog: Catalog,
+    commit: CommitId,
+    read_data: bool = False,
+    progress: Callable[[int], None] | None = None,
+    part: tuple[int, int] | None = None,
 ) -> Report:
     """verify() of a commit whose record may itself be damaged."""
     try:
         checkpoint = catalog.open_checkpoint(commit)
     except (CorruptError, NotFoundError, VersionError) as error:
         return Report(commit=commit, findings=[Finding(file=commit_name(commit), what=error.what)])
-    return verify(checkpoint, read_data, progress)
+    return verify(checkpoint, read_data, progress, part)
 
 
 class DataExaminer:
@@ -135,10 +139,16 @@ class DataExaminer:
         return CommitInfo(id=commit, state="damaged", reason=f"{finding.file}: {finding.what}", record=info.record)
 
 
-def verify(checkpoint: Checkpoint, read_data: bool = False, progress: Callable[[int], None] | None = None) -> Report:
+def verify(
+    checkpoint: Checkpoint,
+    read_data: bool = False,
+    progress: Callable[[int], None] | None = None,
+    part: tuple[int, int] | None = None,
+) -> Report:
     """Check a checkpoint's manifest, receipts, regions and files' sizes, and all bytes of its files if asked to.
 
-    progress: called with the number of bytes each time some were read, from several threads. Damage is reported;
+    progress: called with the number of bytes each time some were read, from several threads. part: of the data read
+    only this one of so many parts, such as (3, 10); all parts together are all data. Damage is reported;
     raised is only what says nothing about the data (the store can't be reached, access denied).
     """
     report = Report(commit=checkpoint.id)
@@ -156,7 +166,7 @@ def verify(checkpoint: Checkpoint, read_data: bool = False, progress: Callable[[
     _check_summary(checkpoint, report)
     whole = _check_sizes(checkpoint, report)
     if read_data:
-        _read_all(checkpoint, {name: shard for name, shard in shards.items() if name in whole}, report, progress)
+        _read_all(checkpoint, {name: shard for name, shard in shards.items() if name in whole}, report, progress, part)
     return report
 
 
@@ -304,7 +314,11 @@ def _boxes_meet(a: TensorRecord, b: TensorRecord) -> bool:
 
 
 def _read_all(
-    checkpoint: Checkpoint, shards: dict[str, ShardRecord], report: Report, progress: Callable[[int], None] | None
+    checkpoint: Checkpoint,
+    shards: dict[str, ShardRecord],
+    report: Report,
+    progress: Callable[[int], None] | None,
+    part: tuple[int, int] | None,
 ) -> None:
     """Read every file in large pieces on a few threads and report runs of chunks that differ."""
     local = threading.local()
@@ -319,7 +333,7 @@ def _read_all(
 
     bad_of: dict[str, list[int]] = {}
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptrt-verify") as pool:
-        for piece, bad in _in_order(pool, check, _pieces(shards.values())):
+        for piece, bad in _in_order(pool, check, _pieces(shards.values(), part)):
             report.bytes_read += piece.size_bytes
             bad_of.setdefault(piece.shard.name, []).extend(bad)
     for name, bad in bad_of.items():
@@ -339,7 +353,12 @@ class _Piece:
     size_bytes: int
 
 
-def _pieces(shards: Iterable[ShardRecord]) -> Iterator[_Piece]:
+def _pieces(shards: Iterable[ShardRecord], part: tuple[int, int] | None) -> Iterator[_Piece]:
+    pieces = _all_pieces(shards)
+    return pieces if part is None else islice(pieces, part[0] - 1, None, part[1])
+
+
+def _all_pieces(shards: Iterable[ShardRecord]) -> Iterator[_Piece]:
     for shard in shards:
         chunks = max(1, _READ_BYTES // shard.chunk_bytes)
         for start in range(0, shard.size_bytes, chunks * shard.chunk_bytes):

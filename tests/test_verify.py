@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import random
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from support_runs import FakeRun, flip_bit, make_run, overwrite
+from test_diff import floats, write_run
 
 from ckptrt.errors import CorruptError, TransientError, VersionError
 from ckptrt.storage.catalog import Catalog
+from ckptrt.storage.cli import cli
 from ckptrt.storage.layout import CommitId
 from ckptrt.storage.records import ReceiptRecord, TensorRecord, seal, unseal
+from ckptrt.storage.tiers.local import LocalTier
 from ckptrt.storage.tiers.memory import MemoryTier
 from ckptrt.storage.verify import Report, _cover_problem, verify, verify_commit, verify_records
 
@@ -258,3 +263,44 @@ def test_random_bytes_in_any_record_never_raise_anything_else():
             with contextlib.suppress(VersionError):  # random bytes don't spell one, but if they do, that's fine
                 assert name in damaged_files(run.tier), (name, objects[name][0])
         objects[name] = (data, when_s)
+
+
+# --- parts, and values
+
+
+def test_all_parts_together_find_what_one_part_finds_or_not(tmp_path):
+    run = make_run(LocalTier(str(tmp_path)), [10], columns=400_000)  # several pieces of 8 MiB
+    checkpoint = run.catalog.open_checkpoint(CommitId(10, 1))
+    total = verify(checkpoint, read_data=True).bytes_read
+    assert sum(verify(checkpoint, True, part=(n, 3)).bytes_read for n in (1, 2, 3)) == total
+    name = "data/s000000010.i00000001.0a/r00001.safetensors"
+    overwrite(run.tier, name, flip_bit(run.tier.read(name), 8 * 5_000_000))
+    assert sum(not verify(checkpoint, True, part=(n, 3)).is_ok for n in (1, 2, 3)) == 1
+
+
+@pytest.mark.parametrize(("text", "parts"), [("2/7", 7), ("10%", 10), ("100%", 1), ("30%", 3)])
+def test_a_part_is_named(tmp_path, text, parts):
+    make_run(LocalTier(str(tmp_path)), [10])
+    result = CliRunner().invoke(cli, ["verify", str(tmp_path), "--read-data-subset", text, "--json"])
+    assert result.exit_code == 0
+    number, of = json.loads(result.stdout)["part"]
+    assert of == parts and 1 <= number <= of
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "0%", "101%", "3", "a/b"])
+def test_parts_that_mean_nothing_are_refused(tmp_path, text):
+    assert CliRunner().invoke(cli, ["verify", str(tmp_path), "--read-data-subset", text]).exit_code == 2
+
+
+def test_deep_tells_which_tensors_hold_what_isnt_finite(tmp_path):
+    url = str(tmp_path / "run")
+    nan, inf = float("nan"), float("inf")
+    good, bad = floats(*range(8)), floats(0, 1, 2, nan, inf, 5, 6, nan)
+    tensors = {"a": ("float32", (4, 2), good), "b": ("float32", (4, 2), bad), "c": ("int32", (8,), bad)}
+    write_run(LocalTier(url), {1: (tensors, [1, 1]), 2: ({"a": tensors["a"]}, [1])})
+    result = CliRunner().invoke(cli, ["verify", f"{url}@1", "--deep"])
+    assert result.exit_code == 0, "it was written so"
+    assert "values   b: 1 NaN, 0 inf, first at [1, 1], rank 0\n" in result.stdout
+    assert "values   b: 1 NaN, 1 inf, first at [2, 0], rank 1\n" in result.stdout
+    assert "values   a" not in result.stdout and "values   c" not in result.stdout
+    assert "@ 2  every value is finite" in CliRunner().invoke(cli, ["verify", f"{url}@2", "--deep"]).stdout

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import secrets
+
 import click
 
-from ckptrt.errors import NoCheckpointError
+from ckptrt.errors import NoCheckpointError, UsageError
 from ckptrt.storage.catalog import Catalog, CommitId, open_catalog
 from ckptrt.storage.cli import _output
 from ckptrt.storage.cli._settings import Settings, Target, common_options, pass_settings
+from ckptrt.storage.deep import BadValues, find_non_finite
 from ckptrt.storage.verify import Affected, Finding, Report, verify_commit, verify_records
 
 __all__ = ["command"]
@@ -19,32 +23,72 @@ _EXAMPLES = """\b
 Examples:
   ckptrt verify runs/gpt
   ckptrt verify runs/gpt@1200 --read-data
+  ckptrt verify runs/gpt@latest --deep
+  ckptrt verify runs/gpt --read-data-subset 3/7      (another one each day of the week)
 """
+
+
+class _Subset(click.ParamType[tuple[int, int]]):
+    """A part of the data: 3/10, or 10% (of which one of ten parts is drawn)."""
+
+    name = "subset"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        match = re.fullmatch(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})|([1-9][0-9]?|100)%", str(value))
+        if match is None or (match[1] and int(match[1]) > int(match[2])):
+            self.fail(f"{value!r} is neither a part such as 3/10 nor a share such as 10%", param, ctx)
+        if match[1]:
+            return int(match[1]), int(match[2])
+        parts = max(1, 100 // int(match[3]))
+        return secrets.randbelow(parts) + 1, parts
 
 
 @click.command("verify", epilog=_EXAMPLES)
 @click.argument("target", metavar="[URL|STEP|latest|URL@STEP]", required=False)
 @click.option("--read-data", is_flag=True, help="Read all data and compare every digest, not only metadata and sizes.")
+@click.option(
+    "--read-data-subset",
+    type=_Subset(),
+    metavar="N/M|P%",
+    help="Read the N-th of M parts, or a part of so many percent drawn at random.",
+)
+@click.option("--deep", is_flag=True, help="Look into the values: where are NaN and infinities? Reads all data.")
 @common_options
 @pass_settings
 @click.pass_context
-def command(ctx: click.Context, settings: Settings, target: str | None, read_data: bool) -> None:
+def command(
+    ctx: click.Context,
+    settings: Settings,
+    target: str | None,
+    read_data: bool,
+    read_data_subset: tuple[int, int] | None,
+    deep: bool,
+) -> None:
     """Check one checkpoint, or everything in a run if no step is named. Nothing is changed.
 
-    Exit code 4 if anything differs from what was written; what can still be loaded is said.
+    Exit code 4 if anything differs from what was written; what can still be loaded is said. NaN and infinities are
+    told by --deep and are no damage: they were written so.
     """
+    part = read_data_subset
+    read_data = read_data or deep or part is not None
+    if deep and part is not None:
+        raise UsageError("--deep reads all data", hint="leave out --read-data-subset")
     where = settings.target(target)
     catalog = open_catalog(where.url)
     findings = [] if _is_single(where) else verify_records(catalog)
     commits = _choose(catalog, where)
     with _output.progress("reading", _total_bytes(catalog, commits) if read_data else 0) as tell:
-        reports = [verify_commit(catalog, commit, read_data, tell if read_data else None) for commit in commits]
+        reports = [verify_commit(catalog, commit, read_data, tell if read_data else None, part) for commit in commits]
+    values = {r.commit: find_non_finite(catalog.open_checkpoint(r.commit)) for r in reports if deep and r.is_ok}
     bad = {report.commit for report in reports if not report.is_loadable}
     good = catalog.newest_good(besides=bad).commit
     if settings.is_json:
-        _output.print_json(_document(where.url, findings, reports, good.step if good else None))
+        _output.print_json(_document(where.url, findings, reports, values, part, good.step if good else None))
     else:
         _print(where.url, findings, reports, read_data, good.step if good else None)
+        _print_values(where.url, values)
+        if part is not None:
+            click.echo(f"part       {part[0]} of {part[1]} parts of the data was read")
     if findings or any(not report.is_ok for report in reports):
         ctx.exit(_DAMAGED)
 
@@ -89,6 +133,18 @@ def _print(url: str, findings: list[Finding], reports: list[Report], read_data: 
         click.echo(f"{name}  no checkpoints")
 
 
+def _print_values(url: str, values: dict[CommitId, list[BadValues]]) -> None:
+    name = url.rstrip("/").rpartition("/")[2]
+    for commit, found in values.items():
+        if not found:
+            click.echo(f"{name} @ {commit.step}  every value is finite")
+        for bad in found[:_AFFECTED_MAX]:
+            at = f"first at {list(bad.values.first or ())}, rank {bad.rank}"
+            click.echo(f"  values   {bad.key}: {bad.values.num_nan:,} NaN, {bad.values.num_inf:,} inf, {at}")
+        if len(found) > _AFFECTED_MAX:
+            click.echo(f"  values   and {_output.count(len(found) - _AFFECTED_MAX, 'more tensor')}")
+
+
 def _summary(report: Report, read_data: bool) -> str:
     parts = [f"metadata, {_output.count(report.num_files, 'file')}, {_output.count(report.num_tensors, 'tensor')}"]
     if read_data:
@@ -117,11 +173,19 @@ def _affected(affected: Affected) -> str:
     return f"{affected.key} row {first}" if first == last else f"{affected.key} rows {first}-{last}"
 
 
-def _document(url: str, findings: list[Finding], reports: list[Report], good: int | None) -> dict[str, object]:
+def _document(
+    url: str,
+    findings: list[Finding],
+    reports: list[Report],
+    values: dict[CommitId, list[BadValues]],
+    part: tuple[int, int] | None,
+    good: int | None,
+) -> dict[str, object]:
     return {
         "url": url,
         "is_ok": not findings and all(report.is_ok for report in reports),
         "newest_good_step": good,
+        "part": part,
         "findings": [_as_json(finding) for finding in findings],
         "checkpoints": [
             {
@@ -133,9 +197,21 @@ def _document(url: str, findings: list[Finding], reports: list[Report], good: in
                 "num_tensors": report.num_tensors,
                 "bytes_read": report.bytes_read,
                 "findings": [_as_json(finding) for finding in report.findings],
+                "non_finite": [_bad_as_json(bad) for bad in values[report.commit]] if report.commit in values else None,
             }
             for report in reports
         ],
+    }
+
+
+def _bad_as_json(bad: BadValues) -> dict[str, object]:
+    values = bad.values
+    return {
+        "key": bad.key,
+        "rank": bad.rank,
+        "num_nan": values.num_nan,
+        "num_inf": values.num_inf,
+        "first": values.first,
     }
 
 
