@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo kill-matrix crash flips histories fuzz lint format docs changelog clean etcd
+.PHONY: help test demo kill-matrix crash flips histories fuzz lint format docs changelog clean tools
 .DELETE_ON_ERROR:
 
 help:
@@ -32,16 +32,16 @@ $(VENV)/.installed-docs: $(STAMP)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
-etcd:
-	@./.ci/etcd
+tools:
+	@./.ci/tools
 
-test: $(STAMP) etcd
+test: $(STAMP) tools
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
-kill-matrix: $(STAMP) etcd
+kill-matrix: $(STAMP) tools
 	@$(BIN)/python tests/kill_matrix.py $(KILL_ARGS)
 
 crash: $(STAMP)
