@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptrt.agents.restart import Resume, Snapshot, choose_resume
-from ckptrt.errors import CorruptError, Error, ExistsError, FencedError, NoCheckpointError, TransientError, UsageError
+from ckptrt.errors import (
+    CorruptError,
+    Error,
+    ExistsError,
+    FencedError,
+    NoCheckpointError,
+    NotFoundError,
+    TransientError,
+    UsageError,
+)
 from ckptrt.storage import catalog as storage
 
 __all__ = ["Opening", "RunLedger", "memory_snapshots"]
@@ -167,7 +176,10 @@ class RunLedger:
         if policy == "never":
             return None, []
         if policy.isdigit():
-            info = catalog.examine(catalog.find(int(policy)))
+            try:
+                info = catalog.examine(catalog.find(int(policy)))
+            except NotFoundError as error:
+                raise NoCheckpointError(error.what, safe="nothing was changed", hint=error.hint) from None
             if info.state != "committed":
                 raise NoCheckpointError(
                     f"step {policy} of {self.url} is {info.state}: {info.reason}",

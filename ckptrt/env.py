@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 
 __all__ = [
-    "AGENT_SOCKET", "DIR", "ETCD", "FAULTS", "INCARNATION", "LAUNCHED_AT", "RESUME", "RUN_ID", "WorkerEnv",
+    "AGENT_SOCKET", "DIR", "ETCD", "FAULTS", "FORMAT", "INCARNATION", "LAUNCHED_AT", "RESUME", "RUN_ID", "WorkerEnv",
     "error_file", "etcd_binary", "faults", "launch_environ", "replace", "setting",
 ]  # fmt: skip
 
@@ -20,6 +20,7 @@ RESUME = "CKPTRT_RESUME_FROM"  # "fresh", or "<step>.<incarnation>.<tier>" with 
 AGENT_SOCKET = "CKPTRT_AGENT_SOCKET"  # Unix socket of the node's agent
 LAUNCHED_AT = "CKPTRT_LAUNCHED_AT"  # CLOCK_MONOTONIC seconds at which the agent asked for this worker
 ETCD = "CKPTRT_ETCD"  # path of the etcd binary to start when no endpoint is named
+FORMAT = "CKPTRT_FORMAT"  # what `ckptrt` prints: auto, human, json, jsonl or quiet
 FAULTS = "CKPTRT_FAULTS"  # fault points for tests, see ckptrt/faultpoints.py
 
 

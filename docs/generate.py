@@ -6,6 +6,7 @@ python docs/generate.py --check    exit with 1 and name the pages that differ
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 import click
 
 from ckptrt import errors
-from ckptrt.storage.cli import cli
+from ckptrt.storage.cli import _documents, cli
 
 __all__ = ["GENERATORS", "outdated", "render"]
 
@@ -86,11 +87,58 @@ def commands() -> str:
     return "".join(parts)
 
 
+def json_documents() -> str:
+    """Every verb's document, and the parts that documents share, field by field: storage/cli/_documents.py."""
+    source = (ROOT / "storage" / "cli" / "_documents.py").read_text()
+    lines = source.splitlines()
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    verbs: dict[str, list[str]] = {}
+    for verb, kinds in _documents.DOCUMENTS.items():
+        for kind in kinds:
+            verbs.setdefault(kind.__name__, []).append(f"`{verb}`")
+    parts = []
+    for name, node in classes.items():
+        if name == "Part":
+            continue
+        title = f"{name}: {' and '.join(verbs[name])}" if name in verbs else name
+        bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id not in ("Part", "Document")]
+        also = f" All of {bases[0]}, and:" if bases else ""
+        fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+        rows = [(f"`{ast.unparse(f.target)}`", _json_type(f.annotation), _comment(lines[f.lineno - 1])) for f in fields]
+        parts.append(
+            f"### {title}\n\n{ast.get_docstring(node)}{also}\n\n{_table(('field', 'type', 'meaning'), rows)}\n"
+        )
+    return "".join(parts)
+
+
+def _json_type(annotation: ast.expr) -> str:
+    """A Python annotation in JSON's words; the names of parts stay."""
+    text = ast.unparse(annotation)
+    text = re.sub(r"(list|tuple)\[", "array[", text).replace("dict[str, ", "object[").replace(", ...]", "]")
+    words = {
+        "str": "string",
+        "int": "integer",
+        "None": "null",
+        "float": "number",
+        "bool": "boolean",
+        "Any": "any",
+        "UnsetType": "absent",
+    }
+    words["State"] = "Literal['committed', 'off-path', 'damaged', 'too-new']"
+    text = re.sub(r"\b(\w+)\b", lambda match: words.get(match[1], match[1]), text)
+    return re.sub(r"Literal\[([^]]*)\]", lambda match: match[1].replace(", ", " | "), text).replace("'", '"')
+
+
+def _comment(line: str) -> str:
+    return line.partition("  # ")[2]
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "environment": environment,
     "exit-codes": exit_codes,
     "errors": error_classes,
     "commands": commands,
+    "json": json_documents,
 }
 
 _PART = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -17,7 +17,6 @@ from ckptrt.errors import (
     CorruptError,
     ExistsError,
     FencedError,
-    NoCheckpointError,
     NotFoundError,
     UsageError,
     VersionError,
@@ -300,12 +299,12 @@ class Catalog:
         return Checkpoint(self.tier, self.read_commit(commit_id))
 
     def find(self, step: int) -> CommitId:
-        """The commit of a step on the valid path; NoCheckpointError says which steps there are."""
+        """The commit of a step on the valid path; NotFoundError says which steps there are."""
         lineage = self.path()
         for commit in lineage.commits:
             if commit.step == step:
                 return commit
-        raise NoCheckpointError(
+        raise NotFoundError(
             f"{self.tier.url} has no checkpoint of step {step}" + _off_path_hint(step, lineage),
             hint=f"there are steps {_few(commit.step for commit in lineage.commits)}" if lineage.commits else "",
         )

@@ -8,7 +8,7 @@ the pruner dies, or the disk is full, in that very moment.
 from __future__ import annotations
 
 from ckptrt.clock import Clock, SystemClock
-from ckptrt.errors import CorruptError, ExistsError, NoCheckpointError, NotFoundError
+from ckptrt.errors import CorruptError, ExistsError, NotFoundError
 from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.layout import PINS, CommitId, commit_name, parse_pin_name, pin_name
 from ckptrt.storage.owner import this_owner
@@ -42,7 +42,7 @@ def pins(catalog: Catalog) -> dict[CommitId, PinRecord | None]:
 def pin(catalog: Catalog, commit: CommitId, reason: str = "", clock: Clock | None = None) -> bool:
     """Keep a committed checkpoint until it is unpinned; False if it is pinned already.
 
-    NoCheckpointError, and no pin, if there is no such commit.
+    NotFoundError, and no pin, if there is no such commit.
     """
     record = PinRecord(
         step=commit.step,
@@ -61,7 +61,7 @@ def pin(catalog: Catalog, commit: CommitId, reason: str = "", clock: Clock | Non
     except NotFoundError:
         if is_new:
             catalog.tier.delete(pin_name(commit))
-        raise NoCheckpointError(
+        raise NotFoundError(
             f"{catalog.tier.url} has no checkpoint of step {commit.step}, incarnation {commit.incarnation}, to pin",
             safe="everything; nothing was changed",
             hint="`ckptrt ls` shows what there is",

@@ -212,8 +212,10 @@ def compare_values(
         differs = not _numpy().array_equal(raw_a, raw_b)
         found.differs |= differs
         if with_stat:
-            values_a = _decode(raw_a, dtype)
-            _add_stat(found, values_a, _decode(raw_b, dtype) if differs else values_a, offsets)
+            # Bytes of any value may come, and what can't be computed shows in the result: no warning tells more.
+            with _numpy().errstate(invalid="ignore", over="ignore"):
+                values_a = _decode(raw_a, dtype)
+                _add_stat(found, values_a, _decode(raw_b, dtype) if differs else values_a, offsets)
         elif differs:
             break
     return found

@@ -86,7 +86,7 @@ def make_shard(commit_id: CommitId, nonce: str, rank: int, columns: int = COLUMN
     rng = random.Random(f"{commit_id} {nonce} {rank}")
     for tensor in layout.tensors:
         image[tensor.start : tensor.start + tensor_bytes(tensor)] = rng.randbytes(tensor_bytes(tensor))
-    image[layout.objects[0].start :] = b'{"lr":.5}'
+    image[layout.objects[0].start :] = b'{"lr": 5}'
     meta = SlotMeta(tensors=layout.tensors, objects=layout.objects)
     return Shard(image=bytes(image), tensors=layout.tensors, meta=meta)
 

@@ -71,7 +71,7 @@ class FakeRun:
         rng = random.Random(f"{step} {incarnation} {rank}")
         for tensor in layout.tensors:
             image[tensor.start : tensor.start + tensor_bytes(tensor)] = rng.randbytes(tensor_bytes(tensor))
-        image[layout.objects[0].start :] = b'{"lr":.5}'
+        image[layout.objects[0].start :] = b'{"lr": 5}'
         name = folder + shard_name(rank)
         self.tier.write(name, [memoryview(image)], len(image))
         shard = ShardRecord(

@@ -22,7 +22,6 @@ from ckptrt.errors import (
     CorruptError,
     ExistsError,
     FencedError,
-    NoCheckpointError,
     NotFoundError,
     UsageError,
     VersionError,
@@ -255,7 +254,7 @@ def test_a_step_that_is_not_there_is_named_with_those_that_are(tier):
     run = make_run(tier, [10, 20])
     run.fence(2, (10, 1))
     assert run.catalog.find(10) == (10, 1)
-    with pytest.raises(NoCheckpointError, match="incarnation 1 has one, but newer") as info:
+    with pytest.raises(NotFoundError, match="incarnation 1 has one, but newer") as info:
         run.catalog.find(20)
     assert "there are steps 10" in info.value.hint
 

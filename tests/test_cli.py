@@ -138,7 +138,7 @@ def test_a_run_that_is_not_there_is_exit_code_10(tmp_path):
 def test_errors_are_json_where_json_was_asked_for(tmp_path, path):
     for args, code, status in (
         (("ls", tmp_path / "none"), "not-found", 10),
-        (("show", f"{path}@77"), "no-checkpoint", 5),
+        (("show", f"{path}@77"), "not-found", 10),
         (("ls", "--bogus"), "usage", 2),
         (("prune", path, "--keep-last", "1"), "usage", 2),
     ):
@@ -199,11 +199,18 @@ def test_show_latest_takes_the_newest_good_one_and_says_what_it_passed_over(path
         assert "r00001.safetensors (rank 1) is missing" in result.stderr
 
 
-def test_show_reads_no_shard_file(path):
+def test_show_reads_no_tensor_data(path):
+    """Of a shard file only plain data are read; where they are damaged, all the rest is shown all the same."""
+    whole = ckptrt("show", f"{path}@30", "--tensors")
+    assert '  objects  loop (2 ranks): {"lr": 5}\n' in whole.stdout
     for shard in path.rglob("*.safetensors"):
         size = shard.stat().st_size
         shard.write_bytes(bytes(size))
-    assert ckptrt("show", f"{path}@30").exit_code == 0
+    result = ckptrt("show", f"{path}@30", "--tensors")
+    assert result.exit_code == 4
+    assert "loop of rank 0 can't be shown: data/s000000030" in result.stderr
+    same = [line for line in whole.stdout.splitlines() if "objects" not in line]
+    assert [line for line in result.stdout.splitlines() if "objects" not in line] == same
 
 
 def test_a_damaged_checkpoint_is_exit_code_4(path, run):

@@ -173,7 +173,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert "  only in b  1 tensor\n" in text and "lr 0.1 -> 0.2" in text
     (row,) = [line.split() for line in text.splitlines() if line.startswith("data")]
     assert row == ["data", "w", "1", "2.236", "3.162"]
-    assert run_cli(f"{url}@1", "9", exit_code=5) == ""
+    assert run_cli(f"{url}@1", "9", exit_code=10) == ""
     (name,) = [e.name for e in catalog.tier.list("data/s000000002.i00000001.0a/") if e.name.endswith("safetensors")]
     data = bytearray(catalog.tier.read(name))
     data[4100] ^= 1

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support_runs import FakeRun, make_run, overwrite
 
 import ckptrt
-from ckptrt.errors import NoCheckpointError, NoSpaceError, UsageError
+from ckptrt.errors import NoSpaceError, NotFoundError, UsageError
 from ckptrt.snapshot import finite_numbers
 from ckptrt.storage.catalog import Catalog, open_catalog
 from ckptrt.storage.cli import cli
@@ -171,7 +171,7 @@ def test_a_damaged_pin_still_pins() -> None:
 
 def test_what_is_not_there_cannot_be_pinned() -> None:
     run = make_run(MemoryTier(), [10])
-    with pytest.raises(NoCheckpointError, match="step 20"):
+    with pytest.raises(NotFoundError, match="step 20"):
         pin(run.catalog, CommitId(20, 1))
     assert not pinned_ids(run.catalog)
 
@@ -189,7 +189,7 @@ def test_a_pin_that_comes_while_a_prune_is_at_work_holds() -> None:
             if deleted == moment:
                 try:
                     reported = pin(run.catalog, CommitId(10, 1))
-                except NoCheckpointError:
+                except NotFoundError:
                     reported = False
             deleted += 1
             real(name)

@@ -20,7 +20,7 @@ from support_tidy import Finding, Source
 
 import ckptrt
 from ckptrt import errors
-from ckptrt.storage.cli import _VERBS
+from ckptrt.storage.cli import modules
 
 ROOT = Path(__file__).resolve().parent.parent
 Rule = Callable[[Source], Iterator[Finding]]
@@ -47,8 +47,7 @@ PURE = {
 
 # What people and programs start; everything else must be imported by something.
 ENTRY_POINTS = {
-    "ckptrt.storage.cli", "ckptrt.storage.cli.__main__", "ckptrt.agents.launch",
-    *(f"ckptrt.storage.cli.{verb}" for verb in _VERBS),
+    "ckptrt.storage.cli", "ckptrt.storage.cli.__main__", "ckptrt.agents.launch", *modules(),
 }  # fmt: skip
 
 

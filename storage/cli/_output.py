@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -13,24 +16,45 @@ import click
 import msgspec
 
 from ckptrt.errors import Error
+from ckptrt.storage.cli._documents import SCHEMA, Document
+from ckptrt.storage.cli._settings import Settings, current
 
 __all__ = [
-    "age", "count", "print_json", "print_table", "progress", "show_error", "show_usage_error", "size", "warn",
+    "age", "age_s", "count", "emit", "print_table", "progress", "show_bug", "show_error", "show_usage_error", "size",
+    "warn",
 ]  # fmt: skip
 
-SCHEMA = 1
 _JSON_BATCH = 1000
 _STEPS = (("d", 86400), ("h", 3600), ("m", 60))
+_LINE_EVERY_S = 30.0
+_LINE_AT_MOST_S = 5.0
+_Lists = Mapping[str, Iterable[object]]
 
 
-def print_json(document: dict[str, object], lists: Mapping[str, Iterable[object]] | None = None) -> None:
-    """One JSON document with its schema's version. `lists` are further fields, written item by item, a line each."""
-    text = json.dumps({"schema": SCHEMA, **document}, indent=2)
-    if not lists:
-        click.echo(text)
-        return
+def emit(
+    document: Document, show: Callable[[], None], names: Iterable[object] = (), lists: _Lists | None = None
+) -> None:
+    """Print what a verb found, in the form that was asked for.
+
+    document: for JSON. show: prints it for people. names: all that is left of it in quiet, a line each. lists: fields
+    of the document that may be too long to be held in memory, printed item by item; the document leaves them unset.
+    """
+    settings = current()
+    if settings.format == "json":
+        _print_json(document, lists or {})
+    elif settings.format == "jsonl":
+        _print_lines(document, lists or {})
+    elif settings.format == "quiet":
+        for name in names:
+            click.echo(str(name))
+    else:
+        show()
+
+
+def _print_json(document: Document, lists: _Lists) -> None:
+    """One JSON document with its schema's version."""
     out = sys.stdout
-    out.write(text.removesuffix("\n}"))
+    out.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode().removesuffix("\n}"))
     for name, items in lists.items():
         out.write(f',\n  "{name}": [')
         separator = "\n    "
@@ -40,6 +64,21 @@ def print_json(document: dict[str, object], lists: Mapping[str, Iterable[object]
             separator = ",\n    "
         out.write("]" if separator == "\n    " else "\n  ]")
     out.write("\n}\n")
+
+
+def _print_lines(document: Document, lists: _Lists) -> None:
+    """The same as lines: first all that is no list, then each list's items, each with its list's name as `type`."""
+    fields = msgspec.to_builtins(document)
+    inner = {name: fields.pop(name) for name, value in list(fields.items()) if isinstance(value, list)}
+    _print_line({"type": "head", **fields})
+    for name, items in (*inner.items(), *lists.items()):
+        for item in items:
+            fields = msgspec.to_builtins(item)
+            _print_line({"type": name, **(fields if isinstance(fields, dict) else {"value": fields})})
+
+
+def _print_line(fields: dict[str, object]) -> None:
+    sys.stdout.write(msgspec.json.encode(fields).decode() + "\n")
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
@@ -65,7 +104,7 @@ def _print_rich(
         table.add_column(header[i], justify="right" if i in right else "left", overflow="fold", no_wrap=i in right)
     for row in rows:
         table.add_row(*(Text(row[i], style=_style(row[i])) for i in shown))
-    Console(highlight=False).print(table)
+    Console(highlight=False, no_color=current().no_color or None).print(table)
 
 
 def _style(text: str) -> str:
@@ -77,17 +116,19 @@ def warn(text: str) -> None:
     click.echo(f"warn       {text}", err=True)
 
 
-def show_error(error: Error, as_json: bool) -> None:
+def show_error(error: Error, settings: Settings) -> None:
     """What happened, what is safe and what to do, on stderr."""
-    if as_json:
+    if settings.is_json:
         fields = {"code": error.code, "exit": error.exit_code, "message": error.what}
         fields.update({key: text for key, text in (("safe", error.safe), ("hint", error.hint)) if text})
         _show_exit(fields)
-        return
-    click.echo(f"error[{error.code}]: {error.what}", err=True)
-    for word, text in (("safe", error.safe), ("do", error.hint)):
-        if text:
-            click.echo(f"  {word:8}  {text}", err=True)
+    else:
+        click.echo(f"error[{error.code}]: {error.what}", err=True)
+        for word, text in (("safe", error.safe), ("do", error.hint)):
+            if text:
+                click.echo(f"  {word:8}  {text}", err=True)
+    if settings.verbose:
+        traceback.print_exception(error)
 
 
 def show_usage_error(message: str) -> None:
@@ -95,23 +136,83 @@ def show_usage_error(message: str) -> None:
     _show_exit({"code": "usage", "exit": 2, "message": message})
 
 
+def show_bug(error: Exception, settings: Settings) -> None:
+    """An exception that nobody foresaw, as one line with what to do about it."""
+    what = f"{type(error).__name__}: {error}".replace("\n", " ")
+    hint = "this is a bug in ckptrt; please report it with what `-v` shows"
+    quiet = Settings(format=settings.format)
+    show_error(Error(what, hint="" if settings.verbose else hint), quiet)
+    if settings.verbose:
+        traceback.print_exception(error)
+
+
 def _show_exit(fields: dict[str, object]) -> None:
     click.echo(json.dumps({"type": "exit_error", "schema": SCHEMA, **fields}), err=True)
 
 
 @contextmanager
-def progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar on stderr if that is a terminal, else nothing. Yields what to call with bytes done, from any thread."""
-    if not sys.stderr.isatty():
-        yield None
-        return
+def progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Tell on stderr how far something is, as --progress says. Yields what to call with bytes done, from any thread."""
+    settings = current()
+    kind = settings.progress or "auto"
+    is_pace_free = kind != "auto"
+    if kind == "auto":
+        kind = "none" if not settings.is_for_people else "bar" if sys.stderr.isatty() else "line"
+    if kind == "bar":
+        with _bar(label, total_bytes) as advance:
+            yield advance
+    elif kind == "none":
+        yield lambda _: None
+    else:
+        yield _Lines(label, total_bytes, as_json=kind == "json", at_most_s=0 if is_pace_free else _LINE_AT_MOST_S).add
+
+
+@contextmanager
+def _bar(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True, no_color=current().no_color or None)
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label, total=total_bytes)
         yield lambda done: bar.advance(task, done)
+
+
+class _Lines:
+    """A line at each tenth (not more often than `at_most_s`), and at least every half minute while there is news."""
+
+    def __init__(self, label: str, total_bytes: int, *, as_json: bool, at_most_s: float) -> None:
+        self._label = label
+        self._total_bytes = total_bytes
+        self._as_json = as_json
+        self._at_most_s = at_most_s
+        self._done_bytes = 0
+        self._tenth = 0
+        self._begun_s = self._told_s = time.monotonic()
+        self._lock = threading.Lock()
+
+    def add(self, size_bytes: int) -> None:
+        with self._lock:
+            self._done_bytes += size_bytes
+            tenth = 10 * self._done_bytes // max(1, self._total_bytes)
+            since_s = time.monotonic() - self._told_s
+            if (tenth > self._tenth and since_s >= self._at_most_s) or since_s >= _LINE_EVERY_S:
+                self._tenth = tenth
+                self._told_s += since_s
+                self._tell()
+
+    def _tell(self) -> None:
+        total, elapsed_s = self._total_bytes, self._told_s - self._begun_s
+        done = min(self._done_bytes, total)  # a reader of whole files reads a little more than what was asked for
+        if self._as_json:
+            fields = {"type": "progress", "schema": SCHEMA, "label": self._label, "done_bytes": done}
+            click.echo(json.dumps({**fields, "total_bytes": total, "elapsed_s": round(elapsed_s, 3)}), err=True)
+            return
+        speed = f", {size(int(done / elapsed_s))}/s" if elapsed_s >= 1 else ""
+        click.echo(
+            f"progress   {self._label} {size(done)} of {size(total)} ({100 * done // max(1, total)} %{speed})", err=True
+        )
 
 
 def size(size_bytes: int) -> str:
@@ -126,15 +227,22 @@ def size(size_bytes: int) -> str:
 
 def age(created_at: str) -> str:
     """How long ago a record says that it was written: 4s, 5m, 3h, 2d."""
-    try:
-        created = datetime.strptime(created_at, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
-    except ValueError:
+    seconds = age_s(created_at)
+    if seconds is None:
         return "?"
-    seconds = max(0, int((datetime.now(timezone.utc) - created).total_seconds()))
     for unit, length in _STEPS:
         if seconds >= length:
             return f"{seconds // length}{unit}"
     return f"{seconds}s"
+
+
+def age_s(created_at: str) -> int | None:
+    """The same in seconds; None if the time can't be read. A writer whose clock is ahead wrote just now."""
+    try:
+        created = datetime.strptime(created_at, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+    except ValueError:
+        return None
+    return max(0, int((datetime.now(timezone.utc) - created).total_seconds()))
 
 
 def count(number: int, what: str) -> str:

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from ckptrt import env
-from ckptrt.errors import UsageError
+from ckptrt.errors import Error, UsageError
 
-__all__ = ["Duration", "Settings", "Target", "common_options", "pass_settings"]
+__all__ = ["Duration", "Settings", "Target", "common_options", "complete_place", "current", "pass_settings"]
 
 _F = TypeVar("_F", bound=Callable[..., object])
 _STEP = re.compile(r"[0-9]{1,18}|latest")
+_FORMATS = ("auto", "human", "json", "jsonl", "quiet")
+_PROGRESS = ("auto", "bar", "line", "json", "none")
 
 
 @dataclass(slots=True)
 class Settings:
-    """What the common options said, wherever on the command line they stood."""
+    """What the common options said, wherever on the command line they stood. Empty: not said."""
 
-    dir: str | None = None
-    format: str = "human"
+    dir: str = ""
+    format: str = ""
+    progress: str = ""
+    no_color: bool = False
+    verbose: bool = False
 
     @property
     def is_json(self) -> bool:
-        return self.format == "json"
+        return self.format in ("json", "jsonl")
+
+    @property
+    def is_for_people(self) -> bool:
+        return self.format in ("", "auto", "human")
 
     def url(self, path: str | None) -> str:
         """The run's place: the verb's own argument, else -C, else CKPTRT_DIR."""
@@ -47,6 +60,12 @@ class Settings:
             url, step = None, argument
         elif argument and "@" in argument and _STEP.fullmatch(argument.rpartition("@")[2]):
             url, _, step = argument.rpartition("@")
+        elif argument and "@" in argument.rpartition("/")[2] and not os.path.exists(argument):
+            run, _, word = argument.rpartition("@")
+            raise UsageError(
+                f"{word!r} is no step of {run}",
+                hint=f"write {run}@1200 or {run}@latest; a run whose own name holds an @ takes a slash at its end",
+            )
         return Target(url=self.url(url), step=int(step) if step.isdigit() else None, is_latest=step == "latest")
 
 
@@ -62,48 +81,64 @@ class Target:
 pass_settings = click.make_pass_decorator(Settings, ensure=True)
 
 
+def current() -> Settings:
+    """Those of the command that runs; the defaults outside of any."""
+    ctx = click.get_current_context(silent=True)
+    return ctx.ensure_object(Settings) if ctx else Settings()
+
+
 def common_options(function: _F) -> _F:
-    """-C/--dir, --format and --json, kept in the context's Settings."""
+    """-C/--dir, --format and its short forms, --progress, --no-color and -v, kept in the context's Settings."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
 
 
-def _keep_dir(ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
-    if value:
-        ctx.ensure_object(Settings).dir = value
+class _Common(click.Option):
+    """Kept in the Settings' field of its name.
 
+    The environment counts only where nothing was said, so that a verb's option never undoes the group's.
+    """
 
-def _keep_format(ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
-    if value:
-        ctx.ensure_object(Settings).format = value
-
-
-def _keep_json(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    if value:
-        ctx.ensure_object(Settings).format = "json"
-
-
-class _DirOption(click.Option):
-    """-C; the environment counts only where nothing else was said, so a verb's option never undoes the group's."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, expose_value=False, is_eager=True, callback=_keep, **kwargs)
 
     def value_from_envvar(self, ctx: click.Context) -> str | Sequence[str] | None:
-        return None if ctx.ensure_object(Settings).dir else super().value_from_envvar(ctx)
+        return None if getattr(ctx.ensure_object(Settings), str(self.name)) else super().value_from_envvar(ctx)
+
+
+def _keep(ctx: click.Context, option: click.Parameter, value: str | bool | None) -> None:
+    if value:
+        setattr(ctx.ensure_object(Settings), str(option.name), value)
+        if option.name == "verbose":
+            _log_to_stderr(ctx)
+
+
+def _log_to_stderr(ctx: click.Context) -> None:
+    logger, handler = logging.getLogger("ckptrt"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(handler)
+    ctx.call_on_close(lambda: logger.removeHandler(handler))
+    ctx.call_on_close(functools.partial(logger.setLevel, logger.level))
+    logger.setLevel(logging.DEBUG)
 
 
 _OPTIONS = (
     click.option(
-        "-C", "--dir", metavar="URL", envvar=env.DIR, show_envvar=True, help="Directory or URL of the run.",
-        cls=_DirOption, callback=_keep_dir, expose_value=False, is_eager=True,
+        "-C", "--dir", metavar="URL", envvar=env.DIR, show_envvar=True, help="Directory or URL of the run.", cls=_Common
     ),
     click.option(
-        "--format", type=click.Choice(["human", "json"]), help="Tables for people (default) or JSON for scripts.",
-        callback=_keep_format, expose_value=False, is_eager=True,
+        "--format", type=click.Choice(_FORMATS), metavar="FORM", envvar=env.FORMAT, show_envvar=True, cls=_Common,
+        help="auto or human (tables), json, jsonl (a line for each item), quiet (names only).",
     ),
+    click.option("--json", "format", flag_value="json", help="The same as --format json.", cls=_Common),
+    click.option("-q", "--quiet", "format", flag_value="quiet", help="The same as --format quiet.", cls=_Common),
     click.option(
-        "--json", is_flag=True, help="The same as --format json.",
-        callback=_keep_json, expose_value=False, is_eager=True,
+        "--progress", type=click.Choice(_PROGRESS), metavar="HOW", cls=_Common,
+        help="On stderr: auto (a bar on a terminal, else a line now and then), bar, line, json or none.",
     ),
+    click.option("--no-color", is_flag=True, help="No colours; so does NO_COLOR in the environment.", cls=_Common),
+    click.option("-v", "--verbose", is_flag=True, help="Log what is done; show where an error arose.", cls=_Common),
 )  # fmt: skip
 
 
@@ -121,3 +156,22 @@ class Duration(click.ParamType[float]):
         if match is None:
             self.fail(f"{value!r} is no duration; write 90s, 5m, 2h or 1d", param, ctx)
         return float(match[1]) * self._UNIT_S[match[2]]
+
+
+def complete_place(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """What a shell may go on with: steps of the run that was named, if it lies in a local directory, else paths."""
+    url, at, start = incomplete.rpartition("@")
+    place = url if at else ctx.ensure_object(Settings).dir
+    steps = [f"{url}{at}{step}" for step in _local_steps(place) if step.startswith(start)]
+    return [CompletionItem(step) for step in steps] or [CompletionItem(incomplete, type="dir")]
+
+
+def _local_steps(place: str) -> list[str]:
+    if not place or ("://" in place and not place.startswith("file:")):
+        return []  # a store is too slow for a key press
+    from ckptrt.storage.catalog import open_catalog
+
+    try:
+        return [*(str(commit.step) for commit in open_catalog(place).path().commits), "latest"]
+    except Error:
+        return []

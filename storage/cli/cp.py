@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from ckptrt.errors import UsageError
+from ckptrt.errors import NotFoundError, UsageError
 from ckptrt.storage.catalog import Catalog, CommitId, open_catalog
-from ckptrt.storage.cli import _output
-from ckptrt.storage.cli._settings import Settings, common_options, pass_settings
+from ckptrt.storage.cli import _documents, _output
+from ckptrt.storage.cli._settings import Settings, common_options, complete_place, pass_settings
 from ckptrt.storage.copy import CopyPlan, copy, plan_copy
 from ckptrt.storage.tiers import open_tier
 
@@ -21,8 +21,8 @@ Examples:
 
 
 @click.command("cp", epilog=_EXAMPLES)
-@click.argument("source", metavar="URL[@STEP]")
-@click.argument("target", metavar="DIR|URL")
+@click.argument("source", metavar="URL[@STEP]", shell_complete=complete_place)
+@click.argument("target", metavar="DIR|URL", shell_complete=complete_place)
 @click.option("--all", "everything", is_flag=True, help="Every checkpoint of the path instead of the newest good one.")
 @click.option("-n", "--dry-run", is_flag=True, help="Say what would be copied and change nothing.")
 @common_options
@@ -43,7 +43,16 @@ def command(settings: Settings, source: str, target: str, everything: bool, dry_
     if not dry_run:
         with _output.progress("copying", plan.size_bytes) as advance:
             copy(catalog, tier, plan, advance)
-    _report(settings, where.url, target, plan, dry_run)
+    document = _documents.Cp(
+        source=where.url,
+        target=target,
+        copied=[_ref(commit) for commit in plan.commits],
+        already_there=[_ref(commit) for commit in plan.there],
+        num_files=plan.num_files,
+        size_bytes=plan.size_bytes,
+        dry_run=dry_run,
+    )
+    _output.emit(document, lambda: _print(target, plan, dry_run), (commit.step for commit in plan.commits))
 
 
 def _one(catalog: Catalog, step: int | None) -> CommitId:
@@ -51,24 +60,17 @@ def _one(catalog: Catalog, step: int | None) -> CommitId:
         return catalog.find(step)
     newest = catalog.newest_good().commit
     if newest is None:
-        raise UsageError(f"{catalog.tier.url} has no checkpoint that is whole", hint="`ckptrt ls` shows what there is")
+        raise NotFoundError(
+            f"{catalog.tier.url} has no checkpoint that is whole", hint="`ckptrt ls` shows what there is"
+        )
     return newest.id
 
 
-def _report(settings: Settings, source: str, target: str, plan: CopyPlan, dry_run: bool) -> None:
-    if settings.is_json:
-        _output.print_json(
-            {
-                "source": source,
-                "target": target,
-                "copied": [{"step": c.step, "incarnation": c.incarnation} for c in plan.commits],
-                "already_there": [{"step": c.step, "incarnation": c.incarnation} for c in plan.there],
-                "num_files": plan.num_files,
-                "size_bytes": plan.size_bytes,
-                "dry_run": dry_run,
-            }
-        )
-        return
+def _ref(commit: CommitId) -> _documents.CommitRef:
+    return _documents.CommitRef(step=commit.step, incarnation=commit.incarnation)
+
+
+def _print(target: str, plan: CopyPlan, dry_run: bool) -> None:
     if plan.commits:
         steps = ", ".join(str(commit.step) for commit in plan.commits)
         files = _output.count(plan.num_files, "file")

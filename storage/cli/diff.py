@@ -5,12 +5,15 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any, Literal
 
 import click
+from msgspec import UNSET
 
 from ckptrt.storage.catalog import Checkpoint, open_catalog
-from ckptrt.storage.cli import _output
-from ckptrt.storage.cli._settings import Settings, Target, common_options, pass_settings
+from ckptrt.storage.cli import _documents, _output
+from ckptrt.storage.cli._settings import Settings, Target, common_options, complete_place, pass_settings
 from ckptrt.storage.cli.show import choose
 from ckptrt.storage.contents import TensorId, id_order, no_gc
 from ckptrt.storage.diff import Data, Form, Region, compare
@@ -22,7 +25,9 @@ __all__ = ["command"]
 _DIFFERENT = 5
 _LISTED_MAX = 20
 _LEAVES_MAX = 3
-_DATA_WORDS = {Data.SAME: "same", Data.UNKNOWN: "unknown", Data.DIFFERS: "differs"}
+_Word = Literal["same", "unknown", "differs"]
+_Change = Literal["removed", "added", "shape", "layout", "data"]
+_DATA_WORDS: dict[Data, _Word] = {Data.SAME: "same", Data.UNKNOWN: "unknown", Data.DIFFERS: "differs"}
 
 _EXAMPLES = """\b
 Examples:
@@ -33,8 +38,8 @@ Examples:
 
 
 @click.command("diff", epilog=_EXAMPLES)
-@click.argument("a", metavar="STEP|latest|URL[@STEP]")
-@click.argument("b", metavar="STEP|latest|URL[@STEP]")
+@click.argument("a", metavar="STEP|latest|URL[@STEP]", shell_complete=complete_place)
+@click.argument("b", metavar="STEP|latest|URL[@STEP]", shell_complete=complete_place)
 @click.option("--data", "read_data", is_flag=True, help="Read what the digests can't decide.")
 @click.option("--stat", is_flag=True, help="Read all that changed: largest difference, norms, first NaN or infinity.")
 @click.option("--all", "show_all", is_flag=True, help=f"List all that differs, not only the first {_LISTED_MAX}.")
@@ -65,10 +70,12 @@ def command(
     if read_data or stat:
         with _output.progress("comparing", result.size_bytes(stat)) as tell:
             result.read(one.tier, other.tier, stat, tell)
-    if settings.is_json:
-        _print_json(result, (where_a, one), (where_b, other))
-    else:
-        _print(result, (where_a, one), (where_b, other), _LISTED_MAX if not show_all else None)
+    _output.emit(
+        _document(result, (where_a, one), (where_b, other)),
+        lambda: _print(result, (where_a, one), (where_b, other), _LISTED_MAX if not show_all else None),
+        chain((part.key for part in _tensors(result)), (part.key for part in _objects(result))),
+        {"tensors": _tensors(result), "objects": _objects(result)},
+    )
     if exit_code and (result.differs or not result.is_decided):
         ctx.exit(_DIFFERENT)
 
@@ -191,73 +198,79 @@ def _form(form: Form) -> str:
 # --- for scripts
 
 
-def _print_json(result: Result, a: tuple[Target, Checkpoint], b: tuple[Target, Checkpoint]) -> None:
-    found = result.found
-    _output.print_json(
-        {
-            **{key: _side(*side) for key, side in (("a", a), ("b", b))},
-            "differs": True if result.differs else (False if result.is_decided else None),
-            "num_same": len(result.tensors[Data.SAME]),
-            "num_unknown": sum(data == Data.UNKNOWN for data in found.data.values()),
-        },
-        {"tensors": _tensors_as_json(result), "objects": _objects_as_json(result)},
+def _document(result: Result, a: tuple[Target, Checkpoint], b: tuple[Target, Checkpoint]) -> _documents.Diff:
+    return _documents.Diff(
+        a=_side(*a),
+        b=_side(*b),
+        differs=True if result.differs else (False if result.is_decided else None),
+        num_same=len(result.tensors[Data.SAME]),
+        num_unknown=sum(data == Data.UNKNOWN for data in result.found.data.values()),
     )
 
 
-def _side(where: Target, checkpoint: Checkpoint) -> dict[str, object]:
+def _side(where: Target, checkpoint: Checkpoint) -> _documents.DiffSide:
     record = checkpoint.record
-    return {
-        "url": where.url,
-        "step": record.step,
-        "incarnation": record.incarnation,
-        "world_size": record.world_size,
-        "size_bytes": record.size_bytes,
-    }
+    return _documents.DiffSide(
+        url=where.url,
+        step=record.step,
+        incarnation=record.incarnation,
+        world_size=record.world_size,
+        size_bytes=record.size_bytes,
+    )
 
 
-def _tensors_as_json(result: Result) -> Iterator[dict[str, object]]:
+def _tensors(result: Result) -> Iterator[_documents.DiffTensor]:
     """Everything that isn't known to be the same."""
     found = result.found
     for name, region in sorted(found.removed.items(), key=lambda item: id_order(item[0])):
-        yield {**_name(name), "change": "removed", "a": _form_as_json(region), "b": None}
+        yield _tensor(name, "removed", a=_form_part(region), b=None)
     for name, region in sorted(found.added.items(), key=lambda item: id_order(item[0])):
-        yield {**_name(name), "change": "added", "a": None, "b": _form_as_json(region)}
+        yield _tensor(name, "added", a=None, b=_form_part(region))
     for name in sorted(found.changed, key=id_order):
         one, other = found.changed[name]
-        yield {**_name(name), "change": "shape", "a": _form_as_json(one), "b": _form_as_json(other)}
+        yield _tensor(name, "shape", a=_form_part(one), b=_form_part(other))
     for name in sorted((name for name in found.data if found.data[name] or name in found.relaid), key=id_order):
-        change = "layout" if name in found.relaid else "data"
-        document = {**_name(name), "change": change, "data": _DATA_WORDS[found.data[name]]}
         values = result.values.get(name)
-        yield document if values is None else {**document, "stat": _stat(values)}
+        yield _tensor(
+            name,
+            "layout" if name in found.relaid else "data",
+            data=_DATA_WORDS[found.data[name]],
+            stat=UNSET if values is None else _stat(values),
+        )
 
 
-def _objects_as_json(result: Result) -> Iterator[dict[str, object]]:
+def _objects(result: Result) -> Iterator[_documents.DiffObject]:
     for (key, rank), data in sorted(result.objects.items()):
         if data != Data.SAME:
-            leaves = [{"path": path, "a": one, "b": other} for path, one, other in result.leaves.get((key, rank), ())]
             plain = result.found.objects[key, rank]
-            change = "added" if plain.a is None else "removed" if plain.b is None else "data"
-            yield {"key": key, "rank": rank, "change": change, "data": _DATA_WORDS[data], "values": leaves}
+            leaves = result.leaves.get((key, rank), ())
+            yield _documents.DiffObject(
+                key=key,
+                rank=rank,
+                change="added" if plain.a is None else "removed" if plain.b is None else "data",
+                data=_DATA_WORDS[data],
+                values=[_documents.DiffValue(path=path, a=one, b=other) for path, one, other in leaves],
+            )
 
 
-def _name(name: TensorId) -> dict[str, object]:
-    return {"key": name, "rank": None} if isinstance(name, str) else {"key": name[0], "rank": name[1]}
+def _tensor(name: TensorId, change: _Change, **fields: Any) -> _documents.DiffTensor:
+    key, rank = (name, None) if isinstance(name, str) else name
+    return _documents.DiffTensor(key=key, rank=rank, change=change, **fields)
 
 
-def _form_as_json(region: Region) -> dict[str, object]:
-    return {"dtype": region.form.dtype, "shape": region.form.shape}
+def _form_part(region: Region) -> _documents.Form:
+    return _documents.Form(dtype=region.form.dtype, shape=region.form.shape)
 
 
-def _stat(values: ValueDiff) -> dict[str, object]:
-    return {
-        "max_abs": values.max_abs,
-        "norm_a": values.squares_a**0.5,
-        "norm_b": values.squares_b**0.5,
-        "non_finite_a": _bad_as_json(values.non_finite_a),
-        "non_finite_b": _bad_as_json(values.non_finite_b),
-    }
+def _stat(values: ValueDiff) -> _documents.DiffStat:
+    return _documents.DiffStat(
+        max_abs=values.max_abs,
+        norm_a=values.squares_a**0.5,
+        norm_b=values.squares_b**0.5,
+        non_finite_a=_bad_part(values.non_finite_a),
+        non_finite_b=_bad_part(values.non_finite_b),
+    )
 
 
-def _bad_as_json(bad: NonFinite) -> dict[str, object]:
-    return {"num_nan": bad.num_nan, "num_inf": bad.num_inf, "first": bad.first}
+def _bad_part(bad: NonFinite) -> _documents.NotFinite:
+    return _documents.NotFinite(num_nan=bad.num_nan, num_inf=bad.num_inf, first=bad.first)

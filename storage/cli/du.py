@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from ckptrt.storage.catalog import open_catalog
-from ckptrt.storage.cli import _output
-from ckptrt.storage.cli._settings import Settings, common_options, pass_settings
+from ckptrt.storage.cli import _documents, _output
+from ckptrt.storage.cli._settings import Settings, common_options, complete_place, pass_settings
 from ckptrt.storage.usage import CheckpointUsage, Usage, usage
 
 __all__ = ["command"]
@@ -21,7 +21,7 @@ Examples:
 
 
 @click.command("du", epilog=_EXAMPLES)
-@click.argument("path", metavar="[DIR|URL]", required=False)
+@click.argument("path", metavar="[DIR|URL]", required=False, shell_complete=complete_place)
 @common_options
 @pass_settings
 def command(settings: Settings, path: str | None) -> None:
@@ -32,18 +32,14 @@ def command(settings: Settings, path: str | None) -> None:
     """
     url = settings.url(path)
     found = usage(open_catalog(url))
-    if settings.is_json:
-        _output.print_json(
-            {
-                "url": url,
-                "checkpoints": [_as_json(each) for each in found.checkpoints],
-                "uncommitted_bytes": found.uncommitted_bytes,
-                "num_uncommitted": found.num_uncommitted,
-                "total_bytes": found.total_bytes,
-            }
-        )
-        return
-    _print(found)
+    document = _documents.Du(
+        url=url,
+        checkpoints=[_part(each) for each in found.checkpoints],
+        uncommitted_bytes=found.uncommitted_bytes,
+        num_uncommitted=found.num_uncommitted,
+        total_bytes=found.total_bytes,
+    )
+    _output.emit(document, lambda: _print(found), [found.total_bytes])
 
 
 def _print(found: Usage) -> None:
@@ -62,14 +58,14 @@ def _print(found: Usage) -> None:
     click.echo(f"total      {_output.size(found.total_bytes)}")
 
 
-def _as_json(each: CheckpointUsage) -> dict[str, object]:
-    return {
-        "step": each.commit.step,
-        "incarnation": each.commit.incarnation,
-        "state": each.commit.state,
-        "size_bytes": each.commit.record.size_bytes if each.commit.record else None,
-        "own_bytes": each.own_bytes,
-        "frees_bytes": each.frees_bytes,
-        "borrows": each.borrows,
-        "needed_by": each.needed_by,
-    }
+def _part(each: CheckpointUsage) -> _documents.DuCheckpoint:
+    return _documents.DuCheckpoint(
+        step=each.commit.step,
+        incarnation=each.commit.incarnation,
+        state=each.commit.state,
+        size_bytes=each.commit.record.size_bytes if each.commit.record else None,
+        own_bytes=each.own_bytes,
+        frees_bytes=each.frees_bytes,
+        borrows=each.borrows,
+        needed_by=each.needed_by,
+    )

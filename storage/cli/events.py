@@ -8,8 +8,9 @@ import click
 
 from ckptrt.clock import SystemClock
 from ckptrt.storage.catalog import Catalog, CommitInfo, open_catalog
-from ckptrt.storage.cli import _output
-from ckptrt.storage.cli._settings import Duration, Settings, common_options, pass_settings
+from ckptrt.storage.cli import _documents, _output
+from ckptrt.storage.cli._documents import Event
+from ckptrt.storage.cli._settings import Duration, Settings, common_options, complete_place, pass_settings
 from ckptrt.storage.pins import pins
 from ckptrt.storage.records import FenceRecord, PinRecord
 
@@ -26,7 +27,7 @@ _TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @click.command("events", epilog=_EXAMPLES)
-@click.argument("path", metavar="[DIR|URL]", required=False)
+@click.argument("path", metavar="[DIR|URL]", required=False, shell_complete=complete_place)
 @click.option("--since", type=Duration(), help="Only what is younger than this, such as 1h.")
 @common_options
 @pass_settings
@@ -42,63 +43,64 @@ def command(settings: Settings, path: str | None, since: float | None) -> None:
         # As text: the records' times all have one form, and sort as they follow one another.
         now = datetime.strptime(SystemClock().wall_iso(), _TIME).replace(tzinfo=timezone.utc)
         after = (now - timedelta(seconds=since)).strftime(_TIME)
-        found = [event for event in found if not event["at"] or str(event["at"]) >= after]
-    if settings.is_json:
-        _output.print_json({"url": url, "events": found})
-        return
+        found = [event for event in found if event.at is None or event.at >= after]
+    _output.emit(_documents.Events(url=url, events=found), lambda: _print(url, found))
+
+
+def _print(url: str, found: list[Event]) -> None:
     for event in found:
-        click.echo(f"{event['at'] or '':20}  {event['event']:8}  {event['text']}")
+        click.echo(f"{event.at or '':20}  {event.event:8}  {event.text}")
     if not found:
         click.echo(f"nothing happened in {url}", err=True)
 
 
-def _events(catalog: Catalog) -> list[_Event]:
+def _events(catalog: Catalog) -> list[Event]:
     overview = catalog.overview()
     found = [_fence(fence) for fence in overview.fences.values()]
     found += [_commit(commit) for commit in overview.commits if commit.record is not None]
     found += [_pin(pin) for pin in pins(catalog).values() if pin is not None]
-    found.sort(key=lambda event: (str(event["at"]), event["event"] == "commit", event["incarnation"], event["step"]))
+    found.sort(key=lambda event: (event.at, event.event == "commit", event.incarnation, event.step))
     bad = [*overview.problems, *(commit.reason for commit in overview.commits if commit.record is None)]
-    return found + [{"at": None, "event": "warn", "incarnation": None, "step": None, "text": text} for text in bad]
+    return found + [Event(at=None, event="warn", incarnation=None, step=None, text=text) for text in bad]
 
 
-def _fence(fence: FenceRecord) -> _Event:
+def _fence(fence: FenceRecord) -> Event:
     owner = fence.owner
     who = f"{_output.count(fence.world_size, 'rank')}, pid {owner.pid} of {owner.user or '?'} on {owner.host}"
     origin, word = "fresh", "start"
     if fence.parent is not None:
         origin, word = f"from step {fence.parent.step} of incarnation {fence.parent.incarnation}", "resume"
-    return {
-        "at": fence.created_at,
-        "event": word,
-        "incarnation": fence.incarnation,
-        "step": fence.parent.step if fence.parent else 0,
-        "text": f"incarnation {fence.incarnation} {origin}; {who}",
-    }
+    return Event(
+        at=fence.created_at,
+        event=word,
+        incarnation=fence.incarnation,
+        step=fence.parent.step if fence.parent else 0,
+        text=f"incarnation {fence.incarnation} {origin}; {who}",
+    )
 
 
-def _commit(commit: CommitInfo) -> _Event:
+def _commit(commit: CommitInfo) -> Event:
     record = commit.record
     assert record is not None
     new = "" if record.new_bytes == record.size_bytes else f", {_output.size(record.new_bytes)} of it new"
     metrics = "".join(f", {name} {value:.6g}" for name, value in record.metrics.items())
     aside = "" if commit.state == "committed" else f"; {commit.state}: {commit.reason}"
-    return {
-        "at": record.created_at,
-        "event": "commit",
-        "incarnation": commit.incarnation,
-        "step": commit.step,
-        "text": f"step {commit.step}, {_output.size(record.size_bytes)}{new}{metrics}{aside}",
-    }
+    return Event(
+        at=record.created_at,
+        event="commit",
+        incarnation=commit.incarnation,
+        step=commit.step,
+        text=f"step {commit.step}, {_output.size(record.size_bytes)}{new}{metrics}{aside}",
+    )
 
 
-def _pin(pin: PinRecord) -> _Event:
+def _pin(pin: PinRecord) -> Event:
     reason = f": {pin.reason}" if pin.reason else ""
     who = pin.owner.user or "?"
-    return {
-        "at": pin.created_at,
-        "event": "pin",
-        "incarnation": pin.incarnation,
-        "step": pin.step,
-        "text": f"step {pin.step} by {who} on {pin.owner.host}{reason}",
-    }
+    return Event(
+        at=pin.created_at,
+        event="pin",
+        incarnation=pin.incarnation,
+        step=pin.step,
+        text=f"step {pin.step} by {who} on {pin.owner.host}{reason}",
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import click
 
 from ckptrt.errors import NotFoundError, VersionError
-from ckptrt.storage.catalog import Catalog, CommitInfo, Overview
-from ckptrt.storage.cli import _output
-from ckptrt.storage.cli._settings import Settings, common_options, pass_settings
+from ckptrt.storage.catalog import Catalog, CommitId, CommitInfo, Overview
+from ckptrt.storage.cli import _documents, _output
+from ckptrt.storage.cli._settings import Settings, common_options, complete_place, pass_settings
 from ckptrt.storage.layout import RUN
 from ckptrt.storage.pins import pinned_ids
 from ckptrt.storage.tiers import Tier, open_tier
@@ -24,7 +26,7 @@ Examples:
 
 
 @click.command("ls", epilog=_EXAMPLES)
-@click.argument("path", metavar="[DIR|URL]", required=False)
+@click.argument("path", metavar="[DIR|URL]", required=False, shell_complete=complete_place)
 @common_options
 @pass_settings
 def command(settings: Settings, path: str | None) -> None:
@@ -42,24 +44,24 @@ def command(settings: Settings, path: str | None) -> None:
         runs = _runs(catalog.tier, url)
         if not runs:
             raise
-        _print_runs(settings, url, runs)
+        _print_runs(url, runs)
         return
-    _print_checkpoints(settings, url, catalog, catalog.overview())
+    _print_checkpoints(url, catalog, catalog.overview())
 
 
-def _print_checkpoints(settings: Settings, url: str, catalog: Catalog, overview: Overview) -> None:
+def _print_checkpoints(url: str, catalog: Catalog, overview: Overview) -> None:
     pinned = pinned_ids(catalog)
-    if settings.is_json:
-        _output.print_json(
-            {
-                "url": url,
-                "run_id": catalog.run.run_id if catalog.run else None,
-                "newest_incarnation": max((*overview.fences, *overview.bad_fences), default=0),
-                "checkpoints": [_as_json(commit, commit.id in pinned) for commit in overview.commits],
-                "problems": list(overview.problems),
-            }
-        )
-        return
+    document = _documents.Ls(
+        url=url,
+        run_id=catalog.run.run_id if catalog.run else None,
+        newest_incarnation=max((*overview.fences, *overview.bad_fences), default=0),
+        checkpoints=[_part(commit, commit.id in pinned) for commit in overview.commits],
+        problems=list(overview.problems),
+    )
+    _output.emit(document, lambda: _show(url, overview, pinned), (commit.step for commit in overview.valid))
+
+
+def _show(url: str, overview: Overview, pinned: Collection[CommitId]) -> None:
     for problem in overview.problems:
         _output.warn(problem)
     if not overview.commits:
@@ -79,27 +81,24 @@ def _row(commit: CommitInfo, is_pinned: bool) -> tuple[str, ...]:
     return (str(commit.step), *facts, str(commit.incarnation), commit.state, keep, commit.reason)
 
 
-def _as_json(commit: CommitInfo, is_pinned: bool) -> dict[str, object]:
-    document: dict[str, object] = {
-        "step": commit.step,
-        "incarnation": commit.incarnation,
-        "state": commit.state,
-        "reason": commit.reason,
-        "pinned": is_pinned,
-    }
+def _part(commit: CommitInfo, is_pinned: bool) -> _documents.LsCheckpoint:
     record = commit.record
-    if record is not None:
-        document.update(
-            size_bytes=record.size_bytes,
-            new_bytes=record.new_bytes,
-            metrics=record.metrics,
-            world_size=record.world_size,
-            num_tensors=record.num_tensors,
-            created_at=record.created_at,
-            made_by=record.made_by,
-            data=record.data,
-        )
-    return document
+    return _documents.LsCheckpoint(
+        step=commit.step,
+        incarnation=commit.incarnation,
+        state=commit.state,
+        reason=commit.reason,
+        pinned=is_pinned,
+        size_bytes=record.size_bytes if record else None,
+        new_bytes=record.new_bytes if record else None,
+        metrics=record.metrics if record else None,
+        world_size=record.world_size if record else None,
+        num_tensors=record.num_tensors if record else None,
+        created_at=record.created_at if record else None,
+        age_s=_output.age_s(record.created_at) if record else None,
+        made_by=record.made_by if record else None,
+        data=record.data if record else None,
+    )
 
 
 def _runs(tier: Tier, url: str) -> dict[str, Catalog]:
@@ -113,23 +112,28 @@ def _runs(tier: Tier, url: str) -> dict[str, Catalog]:
     return found
 
 
-def _print_runs(settings: Settings, url: str, runs: dict[str, Catalog]) -> None:
+def _print_runs(url: str, runs: dict[str, Catalog]) -> None:
     rows = []
-    documents = []
+    parts = []
     for name, catalog in runs.items():
         commits, problem = _look(catalog)
         latest = commits[0] if commits else None
         record = latest.record if latest else None
         facts = (_output.age(record.created_at), _output.size(record.size_bytes)) if record else ("", "")
         rows.append((name, str(len(commits)), str(latest.step) if latest else "", *facts, problem))
-        latest_step = latest.step if latest else None
-        documents.append(
-            {"name": name, "num_checkpoints": len(commits), "latest_step": latest_step, "problem": problem}
+        parts.append(
+            _documents.LsRun(
+                name=name,
+                num_checkpoints=len(commits),
+                latest_step=latest.step if latest else None,
+                latest_size_bytes=record.size_bytes if record else None,
+                latest_created_at=record.created_at if record else None,
+                latest_age_s=_output.age_s(record.created_at) if record else None,
+                problem=problem,
+            )
         )
-    if settings.is_json:
-        _output.print_json({"url": url, "runs": documents})
-    else:
-        _output.print_table(_RUNS_HEADER, rows, right=(1, 2, 3, 4))
+    document = _documents.LsRuns(url=url, runs=parts)
+    _output.emit(document, lambda: _output.print_table(_RUNS_HEADER, rows, right=(1, 2, 3, 4)), runs)
 
 
 def _look(catalog: Catalog) -> tuple[list[CommitInfo], str]:

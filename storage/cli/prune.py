@@ -11,8 +11,8 @@ import click
 
 from ckptrt.errors import UsageError
 from ckptrt.storage.catalog import CommitId, open_catalog
-from ckptrt.storage.cli import _output
-from ckptrt.storage.cli._settings import Duration, Settings, common_options, pass_settings
+from ckptrt.storage.cli import _documents, _output
+from ckptrt.storage.cli._settings import Duration, Settings, common_options, complete_place, pass_settings
 from ckptrt.storage.prune import GRACE_S, PrunePlan, PrunePolicy, PruneResult, Removal, execute, plan_prune
 from ckptrt.storage.retention import Keep
 from ckptrt.storage.verify import DataExaminer
@@ -24,7 +24,7 @@ _PARTIAL = 3
 _EXAMPLES = """\b
 Examples:
   ckptrt prune runs/gpt --keep-last 3 --dry-run
-  ckptrt prune runs/gpt --keep-last 3 --keep-every 1000 --keep-best 2:loss --yes
+  ckptrt prune runs/gpt --keep-last 3 --keep-best 2:loss --yes
   ckptrt prune s3://bucket/runs/gpt --keep-last 3 --yes
 """
 
@@ -45,7 +45,7 @@ class _Best(click.ParamType[tuple[int, str, Literal["min", "max"]]]):
 
 
 @click.command("prune", epilog=_EXAMPLES)
-@click.argument("path", metavar="[DIR|URL]", required=False)
+@click.argument("path", metavar="[DIR|URL]", required=False, shell_complete=complete_place)
 @click.option("--keep-last", type=click.IntRange(min=1), help="How many good checkpoints stay.")
 @click.option("--keep-every", type=click.IntRange(min=1), metavar="STEPS", help="One in so many steps stays.")
 @click.option("--keep-within", type=Duration(), help="Those younger than this stay, such as 24h.")
@@ -93,7 +93,7 @@ def command(
     plan = plan_prune(catalog, policy, now_s)
     if plan.commits and not trust:
         plan = plan_prune(catalog, policy, now_s, DataExaminer(catalog))
-    if not settings.is_json:
+    if settings.is_for_people:
         _print_plan(plan)
     result = None
     if not dry_run and not plan.is_empty:
@@ -101,17 +101,12 @@ def command(
             click.echo("nothing was removed", err=True)
             ctx.exit(1)
         result = execute(catalog, plan)
-    if settings.is_json:
-        _output.print_json(_document(url, plan, result))
-    elif result is not None:
-        total = len(plan.commits) + len(plan.folders) + len(plan.unfinished)
-        done = _total(plan) if len(result.deleted) == total else f"{len(result.deleted)} of {total} things"
-        click.echo(f"removed    {done}, {_output.size(result.freed_bytes)} freed")
-    elif dry_run:
-        click.echo("dry run    nothing was removed")
+    _output.emit(
+        _document(url, plan, result), lambda: _print_result(plan, result, dry_run), result.deleted if result else ()
+    )
     if result is not None and result.errors:
         for error in result.errors:
-            _output.show_error(error, settings.is_json)
+            _output.show_error(error, settings)
         ctx.exit(_PARTIAL)
 
 
@@ -123,6 +118,15 @@ def _confirmed(plan: PrunePlan) -> bool:
             hint="add --yes, or --dry-run to see what would go",
         )
     return click.confirm(f"Remove {_total(plan)} and free {_output.size(plan.freed_bytes)}?", err=True)
+
+
+def _print_result(plan: PrunePlan, result: PruneResult | None, dry_run: bool) -> None:
+    if result is not None:
+        total = len(plan.commits) + len(plan.folders) + len(plan.unfinished)
+        done = _total(plan) if len(result.deleted) == total else f"{len(result.deleted)} of {total} things"
+        click.echo(f"removed    {done}, {_output.size(result.freed_bytes)} freed")
+    elif dry_run:
+        click.echo("dry run    nothing was removed")
 
 
 def _total(plan: PrunePlan) -> str:
@@ -152,26 +156,26 @@ def _print_plan(plan: PrunePlan) -> None:
         click.echo(f"later      {waiting} younger than the grace time; --grace 0 frees them at once")
 
 
-def _document(url: str, plan: PrunePlan, result: PruneResult | None) -> dict[str, object]:
-    return {
-        "url": url,
-        "rule": plan.rule,
-        "kept": [{"step": k.id.step, "incarnation": k.id.incarnation, "reason": k.reason} for k in plan.kept],
-        "commits": [_as_json(removal) for removal in plan.commits],
-        "folders": [_as_json(removal) for removal in plan.folders],
-        "waiting": [_as_json(removal) for removal in plan.waiting],
-        "unfinished": [{"name": entry.name, "size_bytes": entry.size_bytes} for entry in plan.unfinished],
-        "freed_bytes": plan.freed_bytes if result is None else result.freed_bytes,
-        "deleted": None if result is None else result.deleted,
-        "errors": [] if result is None else [error.what for error in result.errors],
-    }
+def _document(url: str, plan: PrunePlan, result: PruneResult | None) -> _documents.Prune:
+    return _documents.Prune(
+        url=url,
+        rule=plan.rule,
+        kept=[_documents.Kept(step=k.id.step, incarnation=k.id.incarnation, reason=k.reason) for k in plan.kept],
+        commits=[_removal(removal) for removal in plan.commits],
+        folders=[_removal(removal) for removal in plan.folders],
+        waiting=[_removal(removal) for removal in plan.waiting],
+        unfinished=[_documents.Unfinished(name=e.name, size_bytes=e.size_bytes) for e in plan.unfinished],
+        freed_bytes=plan.freed_bytes if result is None else result.freed_bytes,
+        deleted=None if result is None else result.deleted,
+        errors=[] if result is None else [error.what for error in result.errors],
+    )
 
 
-def _as_json(removal: Removal) -> dict[str, object]:
-    return {
-        "name": removal.name,
-        "step": removal.id.step,
-        "incarnation": removal.id.incarnation,
-        "reason": removal.reason,
-        "size_bytes": removal.size_bytes,
-    }
+def _removal(removal: Removal) -> _documents.Removal:
+    return _documents.Removal(
+        name=removal.name,
+        step=removal.id.step,
+        incarnation=removal.id.incarnation,
+        reason=removal.reason,
+        size_bytes=removal.size_bytes,
+    )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import click
 
 from ckptrt.storage.catalog import open_catalog
-from ckptrt.storage.cli import _output
-from ckptrt.storage.cli._settings import Settings, common_options, pass_settings
+from ckptrt.storage.cli import _documents, _output
+from ckptrt.storage.cli._settings import Settings, common_options, complete_place, pass_settings
 from ckptrt.storage.cli.show import choose
 from ckptrt.storage.contents import Contents, Totals, no_gc
 
@@ -26,6 +27,13 @@ Examples:
 """
 
 
+class _Fields(TypedDict):
+    num_tensors: int
+    num_elements: int
+    size_bytes: int
+    dtypes: dict[str, int]
+
+
 @dataclass(slots=True)
 class _Node:
     name: str = ""
@@ -34,7 +42,7 @@ class _Node:
 
 
 @click.command("tree", epilog=_EXAMPLES)
-@click.argument("target", metavar="[STEP|latest|URL@STEP]", required=False)
+@click.argument("target", metavar="[STEP|latest|URL@STEP]", required=False, shell_complete=complete_place)
 @click.option("--depth", type=click.IntRange(1), default=_DEPTH, show_default=True, help="Levels of names to show.")
 @common_options
 @pass_settings
@@ -48,12 +56,18 @@ def command(settings: Settings, target: str | None, depth: int) -> None:
     catalog = open_catalog(where.url)
     checkpoint = catalog.open_checkpoint(choose(catalog, where))
     root = _grow(Contents(checkpoint.outlines(), depth=depth))
-    if settings.is_json:
-        head = {"url": where.url, "step": checkpoint.id.step, "incarnation": checkpoint.id.incarnation, "depth": depth}
-        _output.print_json({**head, **_fields(root.totals)}, {"nodes": _as_json(root)})
-        return
-    name = where.url.rstrip("/").rpartition("/")[2]
-    rows = [(f"{name} @ step {checkpoint.id.step}", *_cells(root.totals)), *_rows(root, "")]
+    document = _documents.Tree(
+        url=where.url, step=checkpoint.id.step, incarnation=checkpoint.id.incarnation, depth=depth, **_fields(root)
+    )
+    nodes = list(_parts(root)) if settings.format in ("json", "jsonl", "quiet") else []
+    _output.emit(
+        document, lambda: _print(where.url, checkpoint.id.step, root), (node.name for node in nodes), {"nodes": nodes}
+    )
+
+
+def _print(url: str, step: int, root: _Node) -> None:
+    name = url.rstrip("/").rpartition("/")[2]
+    rows = [(f"{name} @ step {step}", *_cells(root.totals)), *_rows(root, "")]
     _output.print_table(("NAME", "TENSORS", "ELEMENTS", "SIZE", "DTYPES"), rows, right=(1, 2, 3))
 
 
@@ -113,14 +127,15 @@ def _cells(totals: Totals) -> tuple[str, ...]:
     return f"{totals.num_tensors:,}", f"{totals.num_elements:,}", _output.size(totals.size_bytes), dtype
 
 
-def _as_json(node: _Node, path: str = "") -> Iterator[dict[str, object]]:
+def _parts(node: _Node, path: str = "") -> Iterator[_documents.TreeNode]:
     for child in _sorted(node):
         name = f"{path}.{child.name}" if path else child.name
-        yield {"name": name, **_fields(child.totals)}
-        yield from _as_json(child, name)
+        yield _documents.TreeNode(name=name, **_fields(child))
+        yield from _parts(child, name)
 
 
-def _fields(totals: Totals) -> dict[str, object]:
+def _fields(node: _Node) -> _Fields:
+    totals = node.totals
     return {
         "num_tensors": totals.num_tensors,
         "num_elements": totals.num_elements,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptrt.storage.cli._settings import Settings, common_options, pass_settings
+from ckptrt.storage.cli._settings import Settings, common_options, complete_place, pass_settings
 from ckptrt.storage.cli.pin import pinnable, report
 from ckptrt.storage.pins import pinned_ids, unpin
 
@@ -17,7 +17,7 @@ Examples:
 
 
 @click.command("unpin", epilog=_EXAMPLES)
-@click.argument("what", metavar="[URL@]STEP")
+@click.argument("what", metavar="[URL@]STEP", shell_complete=complete_place)
 @click.option("-n", "--dry-run", is_flag=True, help="Say what would be unpinned and change nothing.")
 @common_options
 @pass_settings
@@ -25,4 +25,4 @@ def command(settings: Settings, what: str, dry_run: bool) -> None:
     """Take a checkpoint's pin away. Nothing is removed; the rules of the next prune hold for it again."""
     catalog, commit = pinnable(settings, what)
     was_pinned = commit in pinned_ids(catalog) if dry_run else unpin(catalog, commit)
-    report(settings, catalog, commit, "unpinned", was_pinned, dry_run)
+    report(catalog, commit, "unpinned", was_pinned, dry_run)

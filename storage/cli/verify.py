@@ -7,16 +7,15 @@ import secrets
 
 import click
 
-from ckptrt.errors import NoCheckpointError, UsageError
+from ckptrt.errors import CorruptError, NotFoundError, UsageError
 from ckptrt.storage.catalog import Catalog, CommitId, open_catalog
-from ckptrt.storage.cli import _output
-from ckptrt.storage.cli._settings import Settings, Target, common_options, pass_settings
+from ckptrt.storage.cli import _documents, _output
+from ckptrt.storage.cli._settings import Settings, Target, common_options, complete_place, pass_settings
 from ckptrt.storage.deep import BadValues, find_non_finite
 from ckptrt.storage.verify import Affected, Finding, Report, verify_commit, verify_records
 
 __all__ = ["command"]
 
-_DAMAGED = 4
 _AFFECTED_MAX = 8
 
 _EXAMPLES = """\b
@@ -24,7 +23,7 @@ Examples:
   ckptrt verify runs/gpt
   ckptrt verify runs/gpt@1200 --read-data
   ckptrt verify runs/gpt@latest --deep
-  ckptrt verify runs/gpt --read-data-subset 3/7      (another one each day of the week)
+  ckptrt verify runs/gpt --read-data-subset 3/7  (each day another)
 """
 
 
@@ -44,7 +43,7 @@ class _Subset(click.ParamType[tuple[int, int]]):
 
 
 @click.command("verify", epilog=_EXAMPLES)
-@click.argument("target", metavar="[URL|STEP|latest|URL@STEP]", required=False)
+@click.argument("target", metavar="[URL|STEP|latest|URL@STEP]", required=False, shell_complete=complete_place)
 @click.option("--read-data", is_flag=True, help="Read all data and compare every digest, not only metadata and sizes.")
 @click.option(
     "--read-data-subset",
@@ -82,15 +81,18 @@ def command(
     values = {r.commit: find_non_finite(catalog.open_checkpoint(r.commit)) for r in reports if deep and r.is_ok}
     bad = {report.commit for report in reports if not report.is_loadable}
     good = catalog.newest_good(besides=bad).commit
-    if settings.is_json:
-        _output.print_json(_document(where.url, findings, reports, values, part, good.step if good else None))
-    else:
-        _print(where.url, findings, reports, read_data, good.step if good else None)
+    good_step = good.step if good else None
+
+    def show() -> None:
+        _print(where.url, findings, reports, read_data, good_step)
         _print_values(where.url, values)
         if part is not None:
             click.echo(f"part       {part[0]} of {part[1]} parts of the data was read")
+
+    document = _document(where.url, findings, reports, values, part, good_step)
+    _output.emit(document, show, (report.commit.step for report in reports if not report.is_ok))
     if findings or any(not report.is_ok for report in reports):
-        ctx.exit(_DAMAGED)
+        ctx.exit(CorruptError.exit_code)
 
 
 def _is_single(where: Target) -> bool:
@@ -104,7 +106,7 @@ def _choose(catalog: Catalog, where: Target) -> list[CommitId]:
     if not where.is_latest:
         return sorted((*lineage.commits, *lineage.off_path), reverse=True)
     if not lineage.commits:
-        raise NoCheckpointError(f"{where.url} has no checkpoint", hint="`ckptrt ls` shows what is there")
+        raise NotFoundError(f"{where.url} has no checkpoint", hint="`ckptrt ls` shows what is there")
     return [lineage.commits[0]]
 
 
@@ -180,51 +182,45 @@ def _document(
     values: dict[CommitId, list[BadValues]],
     part: tuple[int, int] | None,
     good: int | None,
-) -> dict[str, object]:
-    return {
-        "url": url,
-        "is_ok": not findings and all(report.is_ok for report in reports),
-        "newest_good_step": good,
-        "part": part,
-        "findings": [_as_json(finding) for finding in findings],
-        "checkpoints": [
-            {
-                "step": report.commit.step,
-                "incarnation": report.commit.incarnation,
-                "is_ok": report.is_ok,
-                "is_loadable": report.is_loadable,
-                "num_files": report.num_files,
-                "num_tensors": report.num_tensors,
-                "bytes_read": report.bytes_read,
-                "findings": [_as_json(finding) for finding in report.findings],
-                "non_finite": [_bad_as_json(bad) for bad in values[report.commit]] if report.commit in values else None,
-            }
-            for report in reports
-        ],
-    }
+) -> _documents.Verify:
+    return _documents.Verify(
+        url=url,
+        is_ok=not findings and all(report.is_ok for report in reports),
+        newest_good_step=good,
+        part=part,
+        findings=[_finding(finding) for finding in findings],
+        checkpoints=[_checkpoint(report, values.get(report.commit)) for report in reports],
+    )
 
 
-def _bad_as_json(bad: BadValues) -> dict[str, object]:
+def _checkpoint(report: Report, values: list[BadValues] | None) -> _documents.VerifyCheckpoint:
+    return _documents.VerifyCheckpoint(
+        step=report.commit.step,
+        incarnation=report.commit.incarnation,
+        is_ok=report.is_ok,
+        is_loadable=report.is_loadable,
+        num_files=report.num_files,
+        num_tensors=report.num_tensors,
+        bytes_read=report.bytes_read,
+        findings=[_finding(finding) for finding in report.findings],
+        non_finite=None if values is None else [_bad(bad) for bad in values],
+    )
+
+
+def _bad(bad: BadValues) -> _documents.BadTensor:
     values = bad.values
-    return {
-        "key": bad.key,
-        "rank": bad.rank,
-        "num_nan": values.num_nan,
-        "num_inf": values.num_inf,
-        "first": values.first,
-    }
+    return _documents.BadTensor(
+        key=bad.key, rank=bad.rank, num_nan=values.num_nan, num_inf=values.num_inf, first=values.first
+    )
 
 
-def _as_json(finding: Finding) -> dict[str, object]:
-    return {
-        "file": finding.file,
-        "what": finding.what,
-        "start": finding.start,
-        "end": finding.end,
-        "affects": [
-            {"key": affected.key, "rows": list(affected.rows) if affected.rows else None}
-            for affected in finding.affects
-        ],
-        "ranks": list(finding.ranks),
-        "is_fatal": finding.is_fatal,
-    }
+def _finding(finding: Finding) -> _documents.Finding:
+    return _documents.Finding(
+        file=finding.file,
+        what=finding.what,
+        start=finding.start,
+        end=finding.end,
+        affects=[_documents.Affected(key=affected.key, rows=affected.rows) for affected in finding.affects],
+        ranks=list(finding.ranks),
+        is_fatal=finding.is_fatal,
+    )
