@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from ckptrt.errors import CorruptError, NoSpaceError
 from ckptrt.storage.shardfile import PAGE_BYTES
-from ckptrt.storage.slots import ArenaView, arena_bytes, format_arena, pages
+from ckptrt.storage.slots import SLOTS, ArenaView, arena_bytes, format_arena, pages
 
 __all__ = ["Arena"]
 
-SLOTS = 2
 _ROUND_BYTES = 1 << 20
 _SLACK_BYTES = 256 << 10  # plain data may grow a little from save to save
 _MADV_POPULATE_WRITE = 23

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "AGENT_SOCKET", "DIR", "ETCD", "FAULTS", "FORMAT", "INCARNATION", "LAUNCHED_AT", "RESUME", "RUN_ID", "WorkerEnv",
-    "error_file", "etcd_binary", "faults", "launch_environ", "replace", "setting",
+    "error_file", "etcd_binary", "faults", "launch_environ", "no_color", "replace", "setting",
 ]  # fmt: skip
 
 DIR = "CKPTRT_DIR"  # the run's directory or URL, when ckptrt.init() is given none
@@ -77,6 +77,11 @@ def setting(name: str) -> str | None:
 def error_file() -> str:
     """Where torch elastic wants this process to describe the exception that ends it, or an empty text."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+
+
+def no_color() -> bool:
+    """Whether the user wants no colours in any program's output: https://no-color.org."""
+    return bool(os.environ.get("NO_COLOR"))
 
 
 def etcd_binary() -> str | None:

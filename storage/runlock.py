@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import struct
 import threading
 
 from ckptrt.clock import Clock, SystemClock
@@ -19,7 +20,7 @@ from ckptrt.errors import AccessError, BusyError
 from ckptrt.storage.owner import this_owner
 from ckptrt.storage.tiers.local import local_path
 
-__all__ = ["LOCK", "RunHold", "hold_run"]
+__all__ = ["LOCK", "RunHold", "hold_run", "run_holder"]
 
 LOCK = "run.lock"
 
@@ -90,6 +91,28 @@ def hold_run(url: str, clock: Clock | None = None) -> RunHold:
         os.pwrite(fd, json.dumps(_about_me(clock)).encode() + b"\n", 0)
         _held.add(_identity(os.fstat(fd)))
     return RunHold(url, fd)
+
+
+def run_holder(url: str) -> str:
+    """Who holds the run at a local directory, for people; empty if nobody does. Takes no lock and changes nothing.
+
+    Not for a process that holds a run itself: closing the file would let go of it.
+    """
+    try:
+        fd = os.open(os.path.join(local_path(url), LOCK), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        # The kernel's answer for a write lock on all of the file: the lock in its way, or "unlocked".
+        flock = struct.Struct("hhqqi4x")
+        asked = flock.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = flock.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+        if kind == fcntl.F_UNLCK:
+            return ""
+        owner = _read_owner(fd)
+    finally:
+        os.close(fd)
+    return f"pid {owner.get('pid', pid)} of {owner.get('user', '?')} on {owner.get('host', '?')}"
 
 
 def _open(path: str) -> int | None:

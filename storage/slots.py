@@ -23,8 +23,11 @@ from ckptrt.storage.records import ObjectRecord, TensorRecord
 from ckptrt.storage.shardfile import PAGE_BYTES
 
 __all__ = [
-    "ArenaView", "MemorySnapshot", "SlotHeader", "SlotMeta", "arena_bytes", "format_arena", "memory_snapshots", "pages",
+    "SLOTS", "ArenaView", "MemorySnapshot", "SlotHeader", "SlotMeta", "arena_bytes", "format_arena", "memory_snapshots",
+    "pages",
 ]  # fmt: skip
+
+SLOTS = 2  # of a rank: one whole snapshot is there while the next is filled
 
 _ARENA = struct.Struct("<8sIIIIQ")  # magic, version, rank, slots, pad, slot_bytes
 _ARENA_MAGIC = b"CKPTAREN"

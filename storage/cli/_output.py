@@ -15,13 +15,15 @@ from itertools import islice
 import click
 import msgspec
 
+from ckptrt import env
 from ckptrt.errors import Error
 from ckptrt.storage.cli._documents import SCHEMA, Document
 from ckptrt.storage.cli._settings import Settings, current
+from ckptrt.storage.units import size_text as size
 
 __all__ = [
     "age", "age_s", "count", "emit", "print_table", "progress", "show_bug", "show_error", "show_usage_error", "size",
-    "warn",
+    "wants_color", "warn",
 ]  # fmt: skip
 
 _JSON_BATCH = 1000
@@ -109,6 +111,11 @@ def _print_rich(
 
 def _style(text: str) -> str:
     return {"damaged": "red", "too-new": "red", "off-path": "dim", "ok": "green", "DAMAGED": "bold red"}.get(text, "")
+
+
+def wants_color() -> bool | None:
+    """For click.echo: None lets it look whether stdout is a terminal."""
+    return False if current().no_color or env.no_color() else None
 
 
 def warn(text: str) -> None:
@@ -213,16 +220,6 @@ class _Lines:
         click.echo(
             f"progress   {self._label} {size(done)} of {size(total)} ({100 * done // max(1, total)} %{speed})", err=True
         )
-
-
-def size(size_bytes: int) -> str:
-    """Bytes for people: 1.2 MiB."""
-    value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def age(created_at: str) -> str:
