@@ -1,14 +1,16 @@
 """Copying committed checkpoints from one run's place to another: the same names, the same bytes, the commit last.
 
-The target becomes (or stays) a replica: it has the source's run record and fences, so that the reader's rule says there
-what it says here. Every byte is compared with its digest while it passes. A copy that was killed is gone on with by
+The target becomes (or stays) a replica: it has the source's run record and the fences up to the copied commits, so that
+the reader's rule says there what it says here. Fences come last and newest first: a commit without a fence counts for
+nothing, and when its fence appears it is there at once, so the target's newest checkpoint never goes back, not even for
+a moment. Every byte is compared with its digest while it passes. A copy that was killed is gone on with by
 the next one: files that are there are read and compared instead of written.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,12 +31,13 @@ _DIGEST_DIGITS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPlan:
-    """What a copy has to do. commits: those that the target lacks, oldest first. size_bytes: of their shard files, of
-    which those that are in the target already are only compared.
+    """What a copy has to do. commits: those that the target lacks, oldest first. fences: incarnations whose fences it
+    lacks. size_bytes: of the shard files, of which those that are in the target already are only compared.
     """
 
     commits: tuple[CommitId, ...]
     there: tuple[CommitId, ...]
+    fences: tuple[int, ...]
     num_files: int
     size_bytes: int
 
@@ -47,11 +50,14 @@ def plan_copy(source: Catalog, target: Tier, commits: list[CommitId]) -> CopyPla
     _check_run(source, target)
     _check_fences(source, target)
     known = target.read_many([commit_name(commit) for commit in commits])
+    newest = max((commit.incarnation for commit in commits), default=0)
+    theirs = Catalog(target).fences()
     missing = sorted(commit for commit in commits if commit_name(commit) not in known)
     files = {file for commit in missing for s in source.open_checkpoint(commit).head().sections for file in s.files()}
     return CopyPlan(
         commits=tuple(missing),
         there=tuple(sorted(set(commits) - set(missing))),
+        fences=tuple(i for i in source.fences() if i <= newest and i not in theirs),
         num_files=len(files),
         size_bytes=sum(size for _, size in files),
     )
@@ -63,10 +69,9 @@ def copy(source: Catalog, target: Tier, plan: CopyPlan, progress: Callable[[int]
     progress: called with bytes copied or compared. Raises CorruptError, naming file and bytes, for a source that isn't
     as it was written (its commit doesn't appear in the target then), and MismatchError as `plan_copy` does.
     """
-    if not plan.commits:
+    if not plan.commits and not plan.fences:
         return
     _copy_run(source, target)
-    _copy_fences(source, target)
     done: set[str] = set()
     for commit in plan.commits:
         checkpoint = source.open_checkpoint(commit)
@@ -77,6 +82,7 @@ def copy(source: Catalog, target: Tier, plan: CopyPlan, progress: Callable[[int]
                     _copy_file(source.tier, target, shard, progress)
                     done.add(shard.name)
         _copy_records(checkpoint, target)
+    _copy_fences(source, target, plan.fences)
 
 
 # --- records
@@ -114,9 +120,9 @@ def _copy_run(source: Catalog, target: Tier) -> None:
     _create(target, RUN, record)
 
 
-def _copy_fences(source: Catalog, target: Tier) -> None:
-    """Oldest first, so that the newest one, which decides, finds its parents there."""
-    for incarnation in sorted(source.fences()):
+def _copy_fences(source: Catalog, target: Tier, incarnations: Iterable[int]) -> None:
+    """Newest first: it decides, and its own commits are there by now. What is older is found again by and by."""
+    for incarnation in sorted(incarnations, reverse=True):
         name = fence_name(incarnation)
         record = source.tier.read(name)
         unseal(FenceRecord, record, f"{source.tier.url}/{name}")
@@ -166,9 +172,10 @@ def _copy_file(source: Tier, target: Tier, shard: ShardRecord, progress: Callabl
         target.write(name, _Verified(source, shard, progress), shard.size_bytes)
     except ExistsError:
         try:
-            for _ in _Verified(target, shard, progress):
-                pass
+            whole = target.size(name) == shard.size_bytes and all(True for _ in _Verified(target, shard, progress))
         except CorruptError:
+            whole = False
+        if not whole:
             raise _other_contents(target, name) from None
 
 

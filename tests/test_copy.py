@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,66 @@ def test_a_copy_killed_at_any_call_shows_nothing_partial_and_is_gone_on_with() -
             copy_all(run, inner)
             assert contents(inner) == contents(whole)
         assert number > 2
+
+
+def newest(tier: Tier) -> int:
+    commit = Catalog(tier).newest_good().commit
+    return commit.step if commit else 0
+
+
+def test_the_newest_checkpoint_of_the_target_never_goes_back_at_any_call() -> None:
+    """The target has a step that the source has cut off since; a newer one takes its place in one instant."""
+    run = make_run(MemoryTier(), [10, 20, 25])
+    old = MemoryTier()
+    copy_all(run, old)
+    run.fence(2, (20, 1))
+    run.fence(3, (20, 1))
+    run.save(30, 3)
+    run.fence(4, (30, 3))
+    run.save(40, 4)
+    for number in range(40):
+        inner = MemoryTier()
+        for name, data in contents(old).items():
+            inner.create(name, data)
+        copy_all(run, inner, [10])
+        assert newest(inner) == 25, "an older step changes nothing"
+        broken = FaultyTier(inner, [Fault(method="create", first=number + 1, times=None, error=NoSpaceError)])
+        try:
+            copy_all(run, broken, [40])
+        except Error:
+            assert newest(inner) in (25, 40)
+            copy_all(run, inner, [40])
+        else:
+            break
+        assert newest(inner) == 40
+        assert Catalog(inner).path().commits == (CommitId(40, 4), CommitId(20, 1), CommitId(10, 1))
+    assert number > 4
+
+
+def test_a_longer_file_of_the_same_beginning_is_not_taken_for_a_copy() -> None:
+    run, target = history(MemoryTier()), MemoryTier()
+    copy_all(run, target, [20])
+    target.delete(commit_name(CommitId(20, 1)))
+    (name,) = [name for name in names(target) if name.endswith("r00001.safetensors")]
+    overwrite(target, name, target.read(name) + b"more")
+    with pytest.raises(MismatchError, match="other contents"):
+        copy_all(run, target, [20])
+
+
+def test_a_target_in_which_a_job_runs_is_refused(tmp_path: Path) -> None:
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    history(LocalTier(source))
+    holder = "import sys, time\nfrom ckptrt.storage.runlock import hold_run\n"
+    holder += f"hold = hold_run({target!r})\nprint('held', flush=True)\nsys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None and job.stdin is not None
+        assert job.stdout.readline() == "held\n"
+        result = CliRunner().invoke(cli, ["cp", source, target])
+        job.stdin.close()
+    assert result.exit_code == 11, result.output
+    assert not Path(target, "commits").exists()
 
 
 def test_a_damaged_source_is_refused_and_nothing_of_it_is_seen() -> None:

@@ -9,6 +9,7 @@ from ckptrt.storage.catalog import Catalog, CommitId, open_catalog
 from ckptrt.storage.cli import _documents, _output
 from ckptrt.storage.cli._settings import Settings, common_options, complete_place, pass_settings
 from ckptrt.storage.copy import CopyPlan, copy, plan_copy
+from ckptrt.storage.runlock import hold_run
 from ckptrt.storage.tiers import open_tier
 
 __all__ = ["command"]
@@ -41,7 +42,8 @@ def command(settings: Settings, source: str, target: str, everything: bool, dry_
     tier = open_tier(target)
     plan = plan_copy(catalog, tier, commits)
     if not dry_run:
-        with _output.progress("copying", plan.size_bytes) as advance:
+        # A job that runs there would be cut off by the fences; none may begin meanwhile.
+        with hold_run(target), _output.progress("copying", plan.size_bytes) as advance:
             copy(catalog, tier, plan, advance)
     document = _documents.Cp(
         source=where.url,
