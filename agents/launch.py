@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckptrt import env
 from ckptrt.agents.zygote_workers import ZygoteProcess
-from ckptrt.errors import Error
+from ckptrt.errors import Error, UsageError
 
 if TYPE_CHECKING:
     from ckptrt.agents.job import Job
@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 zygote.close()
                 zygote = None
             return _hand_over(planned)
+        _check_script(planned.job)
         job, started = planned.job, zygote
         zygote = None  # from here on it belongs to the supervisor
         return _supervise(job, started, planned)
@@ -52,6 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if zygote is not None:
             zygote.close()
+
+
+def _check_script(job: Job) -> None:
+    """A script that isn't there would fail on every rank, and once more after a restart."""
+    program = job.program
+    if program.kind in ("script", "path") and not os.path.exists(os.path.join(job.cwd, program.target)):
+        raise UsageError(f"there is no {program.target} in {job.cwd}", hint="check the path of the training script")
 
 
 def _log_level() -> int:

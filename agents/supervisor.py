@@ -94,6 +94,7 @@ class Supervisor:
         # of the current set of workers
         self._opening: Opening | None = None
         self._run_answer: Message | None = None  # what open_run is answered with in this set
+        self._run_refusals: dict[str, Message] = {}  # by url: said once for all ranks of this set
         self._run_waiters: list[Callable[[Message], None]] = []
         self._set_logs = SetLogs(directory=None)
         self._specs: list[WorkerSpec] = []
@@ -281,6 +282,7 @@ class Supervisor:
         self._up.clear()
         self._exits.clear()
         self._set_logs = SetLogs(directory=None)
+        self._run_refusals.clear()
         self._server.begin_set()
         if self._ledger.url:
             self._persister.ensure()
@@ -411,6 +413,9 @@ class Supervisor:
             else:
                 answer(self._run_answer)
             return
+        if url in self._run_refusals:
+            answer(self._run_refusals[url])
+            return
         self._run_waiters.append(answer)
         if len(self._run_waiters) == 1:
             self._submit(self._open_run, url, options, world_size)
@@ -421,10 +426,10 @@ class Supervisor:
             self._ledger.open_run(url, options)
             opening = self._advance(world_size)
         except Error as error:
-            self._mailbox.post(partial(self._run_refused, error))
+            self._mailbox.post(partial(self._run_refused, url, error))
         except Exception as error:  # noqa: BLE001 - a bug here must reach the worker, which would wait for ever
             failure = Error(f"{url} can't be opened: {error!r}")
-            self._mailbox.post(partial(self._run_refused, failure))
+            self._mailbox.post(partial(self._run_refused, url, failure))
         else:
             self._mailbox.post(partial(self._run_opened, opening))
 
@@ -435,9 +440,10 @@ class Supervisor:
         self._answer_waiters(self._run_answer)
         self._dispatch(restart.RunOpened(incarnation=opening.incarnation))
 
-    def _run_refused(self, error: Error) -> None:
+    def _run_refused(self, url: str, error: Error) -> None:
         self._herald.error(error)
-        self._answer_waiters(error_reply(error))
+        self._run_refusals[url] = error_reply(error)
+        self._answer_waiters(self._run_refusals[url])
         self._dispatch(restart.RunOpened(exit_code=error.exit_code))
 
     def _answer_waiters(self, message: Message) -> None:

@@ -53,7 +53,7 @@ class GPT(nn.Module):
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x.flatten(0, 1))  # in three dimensions it would be a view, of which FSDP warns
 
 
 def corpus(size: int = 1 << 20) -> torch.Tensor:
@@ -121,7 +121,7 @@ def main() -> None:
     rt.restore()
     for step in range(rt.start_step, args.steps):
         tokens = batch_at(text, progress["samples"], args, rank, world)
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss = F.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:].flatten())
         loss.backward()
         optim.step()
         optim.zero_grad()

@@ -292,6 +292,40 @@ def test_another_job_on_the_same_run_is_kept_out(client: Client, tmp_path: Path)
     )
 
 
+REFUSED = """
+import os, time
+from pathlib import Path
+from ckptrt.wire import connect
+
+def wait(name):
+    while not Path(name).exists():
+        time.sleep(0.01)
+
+rank = int(os.environ["RANK"])
+agent = connect(os.environ["CKPTRT_AGENT_SOCKET"], 30.0)
+for message in (
+    {"op": "hello", "rank": rank, "pid": os.getpid(), "incarnation": 0},
+    {"op": "open_run", "url": os.environ["TEST_URL"], "options": {}, "world_size": 2},
+):
+    if rank and message["op"] == "open_run":
+        wait("0")
+    agent.send(message)
+    answer = agent.receive()[0]
+Path(str(rank)).touch()
+wait("1")
+raise SystemExit(answer["code"])
+"""
+
+
+def test_a_refusal_is_said_once_for_all_ranks(client: Client, tmp_path: Path) -> None:
+    """The second rank asks when the first has had its answer."""
+    client.ready(0)
+    url = str(client.folder / "run")
+    second = Launch(tmp_path, ["--nproc-per-node=2", "train.py"], script=REFUSED, environ={"TEST_URL": url})
+    assert second.wait() == 11, second.err
+    assert second.err.count(f"error[locked]: {url} is in use by another job") == 1
+
+
 def test_nobody_outlives_a_killed_launcher(client: Client) -> None:
     client.ready(0)
     below = descendants(client.process.pid)
@@ -329,6 +363,10 @@ def test_wrong_usage_starts_nothing(tmp_path: Path) -> None:
     launch = Launch(tmp_path, ["--nproc-per-node=none", "train.py"])
     assert launch.wait() == 2
     assert launch.err.startswith("error[usage]: --nproc-per-node=none: ")
+    launch = Launch(tmp_path, ["--nproc-per-node=2", "trian.py"])
+    assert launch.wait() == 2
+    assert launch.err.startswith(f"error[usage]: there is no trian.py in {tmp_path}\n")
+    assert "failure" not in launch.err
 
 
 def test_more_than_one_node_is_torch_s_own_business(tmp_path: Path) -> None:
