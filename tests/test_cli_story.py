@@ -77,6 +77,40 @@ def test_the_story_of_a_run(tmp_path: Path) -> None:
     assert run_cli("events", url, "--since", "1h").split()[0] == "warn", "the records are of the year 2000"
 
 
+def test_the_launcher_s_log_completes_the_story(tmp_path: Path) -> None:
+    """Only logs of launches that opened this run; a line that was cut off and what fences tell are left out."""
+    url = str(tmp_path / "run")
+    run = make_run(LocalTier(url), [10])
+    run.clock.advance(60)
+    run.fence(2, (10, 1))
+    notes = [
+        {"event": "opened", "wall": "2000-01-01T00:00:00Z", "incarnation": 1, "url": url},
+        {"event": "failure", "wall": "2000-01-01T00:01:00Z", "incarnation": 1, "rank": 1, "pid": 7, "code": -9,
+         "error": "", "note": "hung", "step": 12},
+        {"event": "restart", "wall": "2000-01-01T00:01:00Z", "number": 1, "left": 2},
+        {"event": "recovery", "wall": "2000-01-01T00:01:00Z", "incarnation": 2, "parts": {"stop": 0.5, "start": 1},
+         "total_s": 1.5},
+        {"event": "give_up", "wall": "2000-01-01T00:02:00Z", "why": "enough"},
+        {"event": "done", "wall": "2000-01-01T00:02:00Z", "exit_code": 20, "restarts": 1},
+    ]  # fmt: skip
+    for name, opened in (("gpt-1", url), ("other-2", str(tmp_path / "other"))):
+        folder = tmp_path / "logs" / name
+        folder.mkdir(parents=True)
+        lines = [json.dumps(note).replace(json.dumps(url), json.dumps(opened)) for note in notes]
+        (folder / "events.jsonl").write_text("\n".join(lines) + '\n{"event": "do')
+    told = [
+        (each["event"], each["text"]) for each in document("events", url, "--logs", str(tmp_path / "logs"))["events"]
+    ]
+    assert [word for word, _ in told] == [
+        "start", "commit", "failure", "restart", "resume", "recovery", "done", "done",
+    ]  # fmt: skip
+    assert told[2][1] == "rank 1 (pid 7), exit -9 after step 12: hung"
+    assert told[5][1] == "1.50 s = stop 0.50 + start 1.00"
+    assert [text for _, text in told[6:]] == ["failed: enough", "exit 20 after 1 restart"]
+    result = CliRunner().invoke(cli, ["events", url, "--logs", url])
+    assert (result.exit_code, "no events.jsonl" in result.stderr) == (10, True)
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_is_told_how_to_complete(shell: str) -> None:
     assert "_CKPTRT_COMPLETE" in run_cli("completion", shell)

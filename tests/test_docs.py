@@ -117,6 +117,24 @@ def test_the_diff_adds_valid_lines_only(page: str) -> None:
     assert of_rt == {"restore", "start_step", "step", "close"}
 
 
+def test_the_permissions_page_names_all_that_is_asked_of_s3() -> None:
+    permissions = {
+        "list_objects_v2": "ListBucket", "get_object": "GetObject", "head_object": "GetObject",
+        "put_object": "PutObject", "create_multipart_upload": "PutObject", "upload_part": "PutObject",
+        "complete_multipart_upload": "PutObject", "delete_object": "DeleteObject", "delete_objects": "DeleteObject",
+        "abort_multipart_upload": "AbortMultipartUpload", "list_multipart_uploads": "ListBucketMultipartUploads",
+    }  # fmt: skip
+    code = "".join(path.read_text() for path in (ROOT / "storage" / "tiers").glob("*.py"))
+    asked = set(
+        re.findall(
+            r"\"((?:list|get|head|put|create|upload|complete|abort|delete)_(?:multi|object|part)[a-z_0-9]*)\"", code
+        )
+    )
+    assert {"put_object", "upload_part"} <= asked <= set(permissions)
+    page = (ROOT / "docs" / "how-to" / "use-object-storage.md").read_text()
+    assert set(re.findall(r"^\| `s3:(\w+)` \|", page, re.MULTILINE)) == set(permissions.values())
+
+
 def test_docstrings_become_text_and_preformatted_lines() -> None:
     plain = load("plain_docstrings")
     found = plain.as_rest(["One *sentence*.", "", "    a  b", "    c", "", "More."])

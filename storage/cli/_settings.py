@@ -94,23 +94,27 @@ def common_options(function: _F) -> _F:
     return function
 
 
+_PREFIX = "common_"
+
+
 class _Common(click.Option):
-    """Kept in the Settings' field of its name.
+    """Kept in a field of the Settings; its own name has a prefix, so that a verb's parameters are free to have theirs.
 
     The environment counts only where nothing was said, so that a verb's option never undoes the group's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, expose_value=False, is_eager=True, callback=_keep, **kwargs)
+        self.field = str(self.name).removeprefix(_PREFIX)
 
     def value_from_envvar(self, ctx: click.Context) -> str | Sequence[str] | None:
-        return None if getattr(ctx.ensure_object(Settings), str(self.name)) else super().value_from_envvar(ctx)
+        return None if getattr(ctx.ensure_object(Settings), self.field) else super().value_from_envvar(ctx)
 
 
 def _keep(ctx: click.Context, option: click.Parameter, value: str | bool | None) -> None:
-    if value:
-        setattr(ctx.ensure_object(Settings), str(option.name), value)
-        if option.name == "verbose":
+    if value and isinstance(option, _Common):
+        setattr(ctx.ensure_object(Settings), option.field, value)
+        if option.field == "verbose":
             _log_to_stderr(ctx)
 
 
@@ -125,20 +129,27 @@ def _log_to_stderr(ctx: click.Context) -> None:
 
 _OPTIONS = (
     click.option(
-        "-C", "--dir", metavar="URL", envvar=env.DIR, show_envvar=True, help="Directory or URL of the run.", cls=_Common
+        "-C", "--dir", "common_dir", metavar="URL", envvar=env.DIR, show_envvar=True, cls=_Common,
+        help="Directory or URL of the run.",
     ),
     click.option(
-        "--format", type=click.Choice(_FORMATS), metavar="FORM", envvar=env.FORMAT, show_envvar=True, cls=_Common,
-        help="auto or human (tables), json, jsonl (a line for each item), quiet (names only).",
+        "--format", "common_format", type=click.Choice(_FORMATS), metavar="FORM", envvar=env.FORMAT, show_envvar=True,
+        help="auto or human (tables), json, jsonl (a line for each item), quiet (names only).", cls=_Common,
     ),
-    click.option("--json", "format", flag_value="json", help="The same as --format json.", cls=_Common),
-    click.option("-q", "--quiet", "format", flag_value="quiet", help="The same as --format quiet.", cls=_Common),
+    click.option("--json", "common_format", flag_value="json", help="The same as --format json.", cls=_Common),
+    click.option("-q", "--quiet", "common_format", flag_value="quiet", help="The same as --format quiet.", cls=_Common),
     click.option(
-        "--progress", type=click.Choice(_PROGRESS), metavar="HOW", cls=_Common,
+        "--progress", "common_progress", type=click.Choice(_PROGRESS), metavar="HOW", cls=_Common,
         help="On stderr: auto (a bar on a terminal, else a line now and then), bar, line, json or none.",
     ),
-    click.option("--no-color", is_flag=True, help="No colours; so does NO_COLOR in the environment.", cls=_Common),
-    click.option("-v", "--verbose", is_flag=True, help="Log what is done; show where an error arose.", cls=_Common),
+    click.option(
+        "--no-color", "common_no_color", is_flag=True, cls=_Common,
+        help="No colours; so does NO_COLOR in the environment.",
+    ),
+    click.option(
+        "-v", "--verbose", "common_verbose", is_flag=True, cls=_Common,
+        help="Log what is done; show where an error arose.",
+    ),
 )  # fmt: skip
 
 

@@ -10,15 +10,20 @@ from ckptrt.clock import SystemClock
 from ckptrt.storage.catalog import Catalog, CommitInfo, open_catalog
 from ckptrt.storage.cli import _documents, _output
 from ckptrt.storage.cli._documents import Event
+from ckptrt.storage.cli._launchlog import launch_events
 from ckptrt.storage.cli._settings import Duration, Settings, common_options, complete_place, pass_settings
 from ckptrt.storage.pins import pins
 from ckptrt.storage.records import FenceRecord, PinRecord
 
 __all__ = ["command"]
 
+# Of what happened within one second.
+_ORDER = {"restart": 1, "start": 2, "resume": 2, "recovery": 3, "pin": 4, "commit": 5, "done": 6}
+
 _EXAMPLES = """\b
 Examples:
   ckptrt events runs/gpt
+  ckptrt events runs/gpt --logs ckptrt-logs
   ckptrt -C s3://bucket/runs/gpt events --since 1h --json
 """
 
@@ -29,16 +34,18 @@ _TIME = "%Y-%m-%dT%H:%M:%SZ"
 @click.command("events", epilog=_EXAMPLES)
 @click.argument("path", metavar="[DIR|URL]", required=False, shell_complete=complete_place)
 @click.option("--since", type=Duration(), help="Only what is younger than this, such as 1h.")
+@click.option("--logs", metavar="DIR", help="Also what ckptrt-launch noted in this log directory of its.")
 @common_options
 @pass_settings
-def command(settings: Settings, path: str | None, since: float | None) -> None:
+def command(settings: Settings, path: str | None, since: float | None, logs: str | None) -> None:
     """Tell what happened to a run, oldest first: starts, resumes, commits, pins, and what is damaged.
 
-    All of it comes from the run's own records, so it works without a running job. Times are the writers' own clocks;
-    what can't be read has none and comes last.
+    All of it comes from the run's own records, so it works without a running job; --logs adds failures, restarts and
+    recoveries. Times are the writers' own clocks; what can't be read has none and comes last.
     """
     url = settings.url(path)
-    found = _events(open_catalog(url))
+    catalog = open_catalog(url)
+    found = _events(catalog, launch_events(logs, catalog.tier.url) if logs else [])
     if since is not None:
         # As text: the records' times all have one form, and sort as they follow one another.
         now = datetime.strptime(SystemClock().wall_iso(), _TIME).replace(tzinfo=timezone.utc)
@@ -54,12 +61,13 @@ def _print(url: str, found: list[Event]) -> None:
         click.echo(f"nothing happened in {url}", err=True)
 
 
-def _events(catalog: Catalog) -> list[Event]:
+def _events(catalog: Catalog, launched: list[Event]) -> list[Event]:
     overview = catalog.overview()
     found = [_fence(fence) for fence in overview.fences.values()]
     found += [_commit(commit) for commit in overview.commits if commit.record is not None]
     found += [_pin(pin) for pin in pins(catalog).values() if pin is not None]
-    found.sort(key=lambda event: (event.at, event.event == "commit", event.incarnation, event.step))
+    found += launched
+    found.sort(key=lambda event: (event.at, _ORDER.get(event.event, 0), event.incarnation or 0, event.step or 0))
     bad = [*overview.problems, *(commit.reason for commit in overview.commits if commit.record is None)]
     return found + [Event(at=None, event="warn", incarnation=None, step=None, text=text) for text in bad]
 
