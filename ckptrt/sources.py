@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-import xxhash
-
 from ckptrt.errors import CorruptError, NoCheckpointError, NotFoundError
 from ckptrt.plan import Read, chunk_aligned
 from ckptrt.storage.checkpoint import Checkpoint
 from ckptrt.storage.layout import DATA
 from ckptrt.storage.records import ObjectRecord, ReceiptRecord, ShardRecord, TensorRecord
+from ckptrt.storage.shardfile import bad_chunks
 from ckptrt.storage.slots import ArenaView
 from ckptrt.storage.tiers.base import Tier
 
@@ -146,11 +145,9 @@ def read_verified(
                 safe="nothing of it was loaded",
                 hint=error.hint,
             ) from None
-        for at in range(start, start + size, shard.chunk_bytes):
-            chunk = out[at : min(at + shard.chunk_bytes, start + size)]
-            number = at // shard.chunk_bytes
-            if xxhash.xxh3_64_hexdigest(chunk) != shard.chunks[number * 16 : number * 16 + 16]:
-                raise _bad_chunk(tier, shard, tensors, at, len(chunk), rank)
+        for number in bad_chunks(shard, start // shard.chunk_bytes, out[start : start + size]):
+            at = number * shard.chunk_bytes
+            raise _bad_chunk(tier, shard, tensors, at, min(shard.chunk_bytes, shard.size_bytes - at), rank)
 
     if len(pieces) == 1:
         read(pieces[0])

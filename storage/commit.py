@@ -68,9 +68,7 @@ def commit(
 
 
 def _count_tensors(receipts: Iterable[ReceiptRecord]) -> int:
-    return len(
-        {(t.key, r.rank if t.rank_only else None) for r in receipts for _, tensors in r.files() for t in tensors}
-    )
+    return len({(t.key, r.rank if t.rank_only else None) for r in receipts for t in r.all_tensors()})
 
 
 def _check_borrowed(tier: Tier, head: ManifestHead, record: CommitRecord) -> None:
@@ -127,7 +125,7 @@ def _check_tensors(commit_id: CommitId, receipts: Mapping[int, ReceiptRecord]) -
     seen: dict[str, tuple[int, tuple[int, ...], str]] = {}
     held: defaultdict[str, int] = defaultdict(int)
     for rank, receipt in receipts.items():
-        for tensor in (tensor for _, tensors in receipt.files() for tensor in tensors):
+        for tensor in receipt.all_tensors():
             if tensor.rank_only:
                 continue
             first, shape, dtype = seen.setdefault(tensor.key, (rank, tensor.shape, tensor.dtype))

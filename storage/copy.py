@@ -10,7 +10,7 @@ the next one: files that are there are read and compared instead of written.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,12 +21,12 @@ from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.checkpoint import Checkpoint
 from ckptrt.storage.layout import COMMITS, DATA, RUN, CommitId, commit_name, fence_name, receipt_name
 from ckptrt.storage.records import FenceRecord, RunRecord, ShardRecord, unseal
+from ckptrt.storage.shardfile import bad_chunks
 from ckptrt.storage.tiers.base import Tier
 
 __all__ = ["CopyPlan", "copy", "plan_copy"]
 
 _PIECE_BYTES = 8 << 20
-_DIGEST_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,9 @@ def plan_copy(source: Catalog, target: Tier, commits: list[CommitId]) -> CopyPla
     Raises MismatchError if the target belongs to another run, or has gone its own way since.
     """
     _check_run(source, target)
-    _check_fences(source, target)
+    theirs = _check_fences(source, target)
     known = target.read_many([commit_name(commit) for commit in commits])
     newest = max((commit.incarnation for commit in commits), default=0)
-    theirs = Catalog(target).fences()
     missing = sorted(commit for commit in commits if commit_name(commit) not in known)
     files = {file for commit in missing for s in source.open_checkpoint(commit).head().sections for file in s.files()}
     return CopyPlan(
@@ -101,17 +100,19 @@ def _check_run(source: Catalog, target: Tier) -> None:
         )
 
 
-def _check_fences(source: Catalog, target: Tier) -> None:
-    """Every fence in the target must be one of the source's, byte for byte."""
-    for incarnation in Catalog(target).fences():
-        name = fence_name(incarnation)
-        ours = source.tier.read_many([name]).get(name)
-        if ours != target.read(name):
+def _check_fences(source: Catalog, target: Tier) -> Collection[int]:
+    """Every fence in the target must be one of the source's, byte for byte. Gives their incarnations."""
+    incarnations = Catalog(target).fences().keys()
+    names = [fence_name(incarnation) for incarnation in incarnations]
+    ours, theirs = source.tier.read_many(names), target.read_many(names)
+    for incarnation, name in zip(incarnations, names, strict=True):
+        if name not in ours or ours[name] != theirs.get(name):
             raise MismatchError(
                 f"{target.url} has gone its own way: its incarnation {incarnation} isn't that of {source.tier.url}",
                 safe="both; nothing was copied",
                 hint="copy to an empty place, or copy the other way round",
             )
+    return incarnations
 
 
 def _copy_run(source: Catalog, target: Tier) -> None:
@@ -210,14 +211,12 @@ class _Verified:
         shard = self._shard
         piece = buffer[: min(self._step, shard.size_bytes - start)]
         self._tier.read_into(DATA + shard.name, start, piece)
-        for at in range(0, len(piece), shard.chunk_bytes):
-            chunk, number = piece[at : at + shard.chunk_bytes], (start + at) // shard.chunk_bytes
-            expected = shard.chunks[number * _DIGEST_DIGITS : (number + 1) * _DIGEST_DIGITS]
-            if xxhash.xxh3_64_hexdigest(chunk) != expected:
-                raise CorruptError(
-                    f"{self._tier.url}/{DATA}{shard.name} is damaged: bytes {start + at} to "
-                    f"{start + at + len(chunk) - 1} don't have their digest",
-                    safe="nothing of its checkpoint was copied as committed",
-                    hint="`ckptrt verify --read-data` says what is hit, and the newest good step",
-                )
+        for number in bad_chunks(shard, start // shard.chunk_bytes, piece):
+            at = number * shard.chunk_bytes
+            raise CorruptError(
+                f"{self._tier.url}/{DATA}{shard.name} is damaged: bytes {at} to "
+                f"{min(at + shard.chunk_bytes, shard.size_bytes) - 1} don't have their digest",
+                safe="nothing of its checkpoint was copied as committed",
+                hint="`ckptrt verify --read-data` says what is hit, and the newest good step",
+            )
         return piece

@@ -20,11 +20,10 @@ from typing import NamedTuple
 from ckptrt.storage.checkpoint import Checkpoint
 from ckptrt.storage.contents import TensorId, Widths, tensor_id
 from ckptrt.storage.records import ReceiptOutline, ShardRecord, TensorRecord
-from ckptrt.storage.shardfile import item_bytes
+from ckptrt.storage.shardfile import DIGEST_DIGITS, item_bytes
 
 __all__ = ["Comparison", "Data", "Form", "Pair", "Plain", "Region", "compare"]
 
-_DIGEST_DIGITS = 16
 _Place = tuple[str, tuple[int, ...]]  # key, offsets
 _Two = tuple[TensorRecord, TensorRecord]
 
@@ -274,7 +273,7 @@ class _Chunks:
     def __init__(self, a: ShardRecord, b: ShardRecord) -> None:
         self._is_one_file = a == b
         self._chunk_bytes = a.chunk_bytes if a.chunk_bytes == b.chunk_bytes else 0
-        size = _DIGEST_DIGITS
+        size = DIGEST_DIGITS
         count = max(len(a.chunks), len(b.chunks)) // size
         differ = (a.chunks[i * size : (i + 1) * size] != b.chunks[i * size : (i + 1) * size] for i in range(count))
         self._num_before = [0, *accumulate(differ)]  # how many differ before each

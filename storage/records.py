@@ -180,6 +180,11 @@ class ReceiptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         for borrowed in self.borrowed:
             yield borrowed.shard, borrowed.tensors
 
+    def all_tensors(self) -> Iterator[TensorRecord]:
+        """Every region that the rank holds a part in, its own and borrowed ones."""
+        for _, tensors in self.files():
+            yield from tensors
+
 
 class ReceiptOutline(msgspec.Struct, frozen=True, kw_only=True):
     """A receipt whose own tensors are still text, for who looks at a million of them one by one.

@@ -18,15 +18,16 @@ from math import prod
 import xxhash
 
 from ckptrt.errors import UsageError
-from ckptrt.storage.records import ObjectRecord, TensorRecord
+from ckptrt.storage.records import ObjectRecord, ShardRecord, TensorRecord
 
 __all__ = [
-    "CHUNK_BYTES", "PAGE_BYTES", "ShardLayout", "TensorSpec", "chunk_digests", "item_bytes", "lay_out",
-    "tensor_bytes", "tensor_name",
+    "CHUNK_BYTES", "DIGEST_DIGITS", "PAGE_BYTES", "ShardLayout", "TensorSpec", "bad_chunks", "chunk_digests",
+    "item_bytes", "lay_out", "tensor_bytes", "tensor_name",
 ]  # fmt: skip
 
 PAGE_BYTES = 4096
 CHUNK_BYTES = 4 << 20
+DIGEST_DIGITS = 16  # of a chunk's xxh3-64, in hexadecimal
 
 # dtype (torch's name) -> bytes of an element, safetensors' name for it or None
 _DTYPES: dict[str, tuple[int, str | None]] = {
@@ -140,3 +141,16 @@ def chunk_digests(data: memoryview) -> str:
     """xxh3-64 of each 4 MiB of `data` (the last may be shorter), 16 hex digits each, joined."""
     pieces = (data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES))
     return "".join(xxhash.xxh3_64_hexdigest(piece) for piece in pieces)
+
+
+def bad_chunks(shard: ShardRecord, first: int, data: memoryview) -> list[int]:
+    """Numbers of the chunks in `data` that differ from their digests.
+
+    data: whole chunks of the shard file, from number `first` on. It stays the caller's.
+    """
+    bad = []
+    for number, at in enumerate(range(0, len(data), shard.chunk_bytes), start=first):
+        with data[at : at + shard.chunk_bytes] as chunk:
+            if xxhash.xxh3_64_hexdigest(chunk) != shard.chunks[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]:
+                bad.append(number)
+    return bad

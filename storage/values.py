@@ -12,12 +12,10 @@ from math import prod
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from ckptrt.errors import CorruptError, NotFoundError, UsageError
 from ckptrt.storage.layout import DATA
 from ckptrt.storage.records import ShardRecord
-from ckptrt.storage.shardfile import item_bytes
+from ckptrt.storage.shardfile import bad_chunks, item_bytes
 from ckptrt.storage.tiers import Tier
 
 if TYPE_CHECKING:
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["NonFinite", "Reader", "ValueDiff", "compare_values", "find_non_finite", "is_float"]
 
 _PIECE_BYTES = 16 << 20
-_DIGEST_DIGITS = 16
 _Index = tuple[int, ...]
 
 # 8-bit floats: bits of exponent and mantissa, bias, and how NaN and infinity are written.
@@ -79,14 +76,11 @@ class Reader:
             self._tier.read_into(DATA + shard.name, self._start, self._data)
         except NotFoundError as error:
             raise CorruptError(error.what, hint=error.hint) from None
-        for number in range(first, last):
-            piece = self._data[(number - first) * chunk : (number - first + 1) * chunk]
-            expected = shard.chunks[number * _DIGEST_DIGITS : (number + 1) * _DIGEST_DIGITS]
-            if xxhash.xxh3_64_hexdigest(piece) != expected:
-                raise CorruptError(
-                    f"{DATA}{shard.name} is damaged between bytes {number * chunk} and {(number + 1) * chunk - 1}",
-                    hint="`ckptrt verify --read-data` says what that hits",
-                )
+        for number in bad_chunks(shard, first, self._data):
+            raise CorruptError(
+                f"{DATA}{shard.name} is damaged between bytes {number * chunk} and {(number + 1) * chunk - 1}",
+                hint="`ckptrt verify --read-data` says what that hits",
+            )
         self._file = shard.name
 
     def box(self, region: Region, offsets: _Index, sizes: _Index) -> Any:

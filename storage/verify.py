@@ -14,21 +14,18 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 
-import xxhash
-
 from ckptrt.errors import CorruptError, NotFoundError, UsageError, VersionError
 from ckptrt.storage.catalog import Catalog, CommitInfo
 from ckptrt.storage.checkpoint import Checkpoint
 from ckptrt.storage.layout import DATA, RUN, CommitId, commit_name, fence_name, pin_name, receipt_name
 from ckptrt.storage.pins import pins
 from ckptrt.storage.records import ReceiptRecord, ShardRecord, TensorRecord
-from ckptrt.storage.shardfile import tensor_bytes
+from ckptrt.storage.shardfile import DIGEST_DIGITS, bad_chunks, tensor_bytes
 
 __all__ = ["Affected", "DataExaminer", "Finding", "Report", "verify", "verify_commit", "verify_records"]
 
 _READ_BYTES = 8 << 20
 _CHUNK_MAX_BYTES = 64 << 20
-_DIGEST_DIGITS = 16
 _THREADS = 4
 
 
@@ -204,7 +201,7 @@ def _check_places(receipt: ReceiptRecord, where: str) -> None:
 def _check_file(shard: ShardRecord, tensors: tuple[TensorRecord, ...], whose: str) -> None:
     if not 0 < shard.chunk_bytes <= _CHUNK_MAX_BYTES:
         raise CorruptError(f"{whose} a chunk has {shard.chunk_bytes} bytes")
-    if len(shard.chunks) != _DIGEST_DIGITS * -(-shard.size_bytes // shard.chunk_bytes):
+    if len(shard.chunks) != DIGEST_DIGITS * -(-shard.size_bytes // shard.chunk_bytes):
         raise CorruptError(f"{whose} the digests are not as many as the chunks of {shard.name}")
     for tensor in tensors:
         if not len(tensor.shape) == len(tensor.offsets) == len(tensor.sizes):
@@ -262,7 +259,7 @@ class _Cover:
         return len(self._regions) + self._num_rank_only
 
     def add(self, receipt: ReceiptRecord) -> None:
-        for tensor in (tensor for _, tensors in receipt.files() for tensor in tensors):
+        for tensor in receipt.all_tensors():
             if tensor.rank_only:
                 self._num_rank_only += 1
             else:
@@ -380,24 +377,14 @@ def _in_order(
 def _bad_chunks(checkpoint: Checkpoint, piece: _Piece, local: threading.local) -> list[int]:
     """Numbers of the chunks in this piece that differ from their digests; all of them if it can't be read in full."""
     shard, first = piece.shard, piece.first_chunk
-    numbers = range(first, first + -(-piece.size_bytes // shard.chunk_bytes))
     if len(local.buffer) < piece.size_bytes:
         local.buffer = bytearray(piece.size_bytes)
     with memoryview(local.buffer)[: piece.size_bytes] as data:
         try:
             checkpoint.tier.read_into(DATA + shard.name, first * shard.chunk_bytes, data)
         except (CorruptError, NotFoundError):
-            return list(numbers)
-        return [number for number in numbers if _digest(data, number - first, shard) != _expected(shard, number)]
-
-
-def _digest(data: memoryview, index: int, shard: ShardRecord) -> str:
-    with data[index * shard.chunk_bytes : (index + 1) * shard.chunk_bytes] as chunk:
-        return xxhash.xxh3_64_hexdigest(chunk)
-
-
-def _expected(shard: ShardRecord, number: int) -> str:
-    return shard.chunks[number * _DIGEST_DIGITS : (number + 1) * _DIGEST_DIGITS]
+            return list(range(first, first + -(-piece.size_bytes // shard.chunk_bytes)))
+        return bad_chunks(shard, first, data)
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:

@@ -322,7 +322,7 @@ def _no_chunk_digests() -> AbstractContextManager[Any]:
 
 
 def _blind_verify() -> AbstractContextManager[Any]:
-    return patch.object(verify, "_digest", lambda data, index, shard: verify._expected(shard, index))
+    return patch.object(verify, "bad_chunks", lambda *_: [])
 
 
 def _short_reads_pass() -> AbstractContextManager[Any]:

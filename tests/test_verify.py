@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from support_runs import FakeRun, flip_bit, make_run, overwrite
-from test_diff import floats, write_run
+from support_tensors import floats, write_run
 
 from ckptrt.errors import CorruptError, TransientError, VersionError
 from ckptrt.storage.catalog import Catalog

@@ -84,7 +84,7 @@ class ModuleAdapter:
             holders = self._holders(live_key, live_key in buffers)
             found = sharding.item(f"{self.name}.{key}", value, holders)
             if found is not None and (found.holders is None or self._rank in found.holders):
-                items.append(replace(found, steady=live_key in frozen))
+                items.append(replace(found, steady=True) if live_key in frozen else found)
         data = {name: part for name, part in (("ties", ties), ("extra", extra)) if part}
         return Capture(items=tuple(items), data=data or None)
 
