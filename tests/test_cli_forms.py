@@ -20,6 +20,7 @@ from support_runs import FakeRun, make_run, overwrite
 from ckptrt.storage import cli as cli_package
 from ckptrt.storage.catalog import CommitId
 from ckptrt.storage.cli import _documents, _output, cli
+from ckptrt.storage.cli._settings import Settings
 from ckptrt.storage.layout import commit_name, fence_name
 from ckptrt.storage.pins import pin
 from ckptrt.storage.tiers.local import LocalTier
@@ -278,6 +279,13 @@ def test_slow_progress_is_told_every_half_minute(monkeypatch: pytest.MonkeyPatch
     assert [line.split("(")[1] for line in capsys.readouterr().err.splitlines()] == [
         "3 %, 1 B/s)", "6 %, 1 B/s)", "9 %, 1 B/s)", "10 %, 1 B/s)"
     ]  # fmt: skip
+    for form in ("json", "jsonl", "quiet"):
+        monkeypatch.setattr(_output, "current", lambda form=form: Settings(format=form))
+        with _output.progress("copying", 1000) as tell:
+            tell(1)
+            now_s += 100
+            tell(1)
+        assert capsys.readouterr().err == ""
 
 
 # --- shells

@@ -138,6 +138,14 @@ def test_a_store_that_replaces_objects_fails(run: FakeRun, monkeypatch: pytest.M
     assert not [path for path in Path(run.tier.root).iterdir() if path.name.startswith(".doctor")]
 
 
+def test_a_store_that_gives_back_other_bytes_fails(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = LocalTier.read
+    monkeypatch.setattr(
+        LocalTier, "read", lambda self, name, *args: b"x" if name.startswith(".doctor") else read(self, name, *args)
+    )
+    assert "gave back other bytes" in checks(run.tier.root, write_test=True)["writes"].what
+
+
 def test_a_store_that_refuses_writes_or_deletes_fails(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AccessError("not yours")
@@ -168,7 +176,8 @@ MOUNTS = """\
 30 25 0:26 / /dev/shm rw,nosuid shared:2 - tmpfs tmpfs rw,size=65536k
 31 25 8:2 / /data rw - ext4 /dev/sda2 rw,nobarrier
 32 25 8:3 / /data/with\\040blank ro,relatime master:3 - xfs /dev/sdb rw
-33 31 8:4 / /data/nvme rw - xfs /dev/nvme0 rw
+33 31 8:4 / /data/nvme rw - tmpfs below rw
+34 31 8:4 / /data/nvme rw - xfs /dev/nvme0 rw
 """
 
 
