@@ -94,7 +94,9 @@ def test_json_is_as_documented(run: FakeRun, path: Path, damaged: bool) -> None:
             if not result.stdout:
                 assert damaged, result.stderr
                 continue
-            check(json.loads(result.stdout), _documents.DOCUMENTS[verb])
+            found = json.loads(result.stdout)
+            check(found, _documents.DOCUMENTS[verb])
+            assert next(iter(found)) == "schema"
             lines = [json.loads(line) for line in ckptrt(verb, *args, "--format", "jsonl").stdout.splitlines()]
             if verb not in ("cp", "export", "import", "pin", "unpin", "prune"):  # those find the work done
                 check(joined(lines), _documents.DOCUMENTS[verb])

@@ -107,6 +107,8 @@ def test_the_launcher_s_log_completes_the_story(tmp_path: Path) -> None:
     assert told[2][1] == "rank 1 (pid 7), exit -9 after step 12: hung"
     assert told[5][1] == "1.50 s = stop 0.50 + start 1.00"
     assert [text for _, text in told[6:]] == ["failed: enough", "exit 20 after 1 restart"]
+    result = CliRunner().invoke(cli, ["events", url, "--logs", str(tmp_path / "logs" / "other-2")])
+    assert (result.exit_code, "no launch that wrote to" in result.stderr) == (0, True)
     result = CliRunner().invoke(cli, ["events", url, "--logs", url])
     assert (result.exit_code, "no events.jsonl" in result.stderr) == (10, True)
 

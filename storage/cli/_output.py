@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from itertools import islice
+from typing import Any
 
 import click
 import msgspec
@@ -56,7 +57,7 @@ def emit(
 def _print_json(document: Document, lists: _Lists) -> None:
     """One JSON document with its schema's version."""
     out = sys.stdout
-    out.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode().removesuffix("\n}"))
+    out.write(msgspec.json.format(msgspec.json.encode(_fields(document)), indent=2).decode().removesuffix("\n}"))
     for name, items in lists.items():
         out.write(f',\n  "{name}": [')
         separator = "\n    "
@@ -68,9 +69,15 @@ def _print_json(document: Document, lists: _Lists) -> None:
     out.write("\n}\n")
 
 
+def _fields(document: Document) -> dict[str, Any]:
+    """The version first, so that a reader knows what follows."""
+    fields = msgspec.to_builtins(document)
+    return {"schema": fields.pop("schema"), **fields}
+
+
 def _print_lines(document: Document, lists: _Lists) -> None:
     """The same as lines: first all that is no list, then each list's items, each with its list's name as `type`."""
-    fields = msgspec.to_builtins(document)
+    fields = _fields(document)
     inner = {name: fields.pop(name) for name, value in list(fields.items()) if isinstance(value, list)}
     _print_line({"type": "head", **fields})
     for name, items in (*inner.items(), *lists.items()):

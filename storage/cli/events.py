@@ -45,7 +45,10 @@ def command(settings: Settings, path: str | None, since: float | None, logs: str
     """
     url = settings.url(path)
     catalog = open_catalog(url)
-    found = _events(catalog, launch_events(logs, catalog.tier.url) if logs else [])
+    launched = launch_events(logs, catalog.tier.url) if logs else []
+    if logs and not launched:
+        _output.warn(f"no launch that wrote to {logs} opened this run")
+    found = _events(catalog, launched)
     if since is not None:
         # As text: the records' times all have one form, and sort as they follow one another.
         now = datetime.strptime(SystemClock().wall_iso(), _TIME).replace(tzinfo=timezone.utc)

@@ -117,6 +117,8 @@ def _print(
 def _value_text(key: str, values: Sequence[PlainValue]) -> str:
     """The value that the ranks share, or that of the first of them."""
     mine = [value for value in values if value.key == key]
+    if not mine or (len(mine) == 1 and mine[0].value is None and not mine[0].problem):
+        return ""  # an object that had nothing but tensors
     text = json.dumps(mine[0].value, ensure_ascii=False) if not mine[0].problem else mine[0].problem
     text = text if len(text) <= _VALUE_MAX else text[: _VALUE_MAX - 1] + "…"
     return f": {text}" if len(mine) == 1 else f": {text} on {_ranks_text(mine[0].ranks)}, others differ"
