@@ -83,7 +83,11 @@ def test_ls_of_a_directory_of_runs_lists_the_runs(run, path):
     result = ckptrt("ls", path.parent)
     rows = [line.split() for line in result.stdout.splitlines()]
     assert [row[:3] for row in rows] == [["RUN", "CHECKPOINTS", "LATEST"], ["bert", "1", "7"], ["gpt", "3", "30"]]
-    assert [r["latest_step"] for r in document(ckptrt("ls", path.parent, "--format", "json"))["runs"]] == [7, 30]
+    found = document(ckptrt("ls", path.parent, "--format", "json"))["runs"]
+    assert [r["latest_step"] for r in found] == [7, 30]
+    assert found[1]["latest_size_bytes"] == run.catalog.read_commit(CommitId(30, 1)).size_bytes
+    assert found[1]["latest_created_at"] == "2000-01-01T00:00:00Z"
+    assert found[1]["latest_age_s"] > 20 * 365 * 86400
 
 
 def test_ls_shows_what_is_wrong_with_a_run_beside_the_good_ones(run, path):
@@ -183,6 +187,9 @@ def test_show_tells_what_a_checkpoint_holds(path):
     assert result.stdout.startswith("gpt @ step 20  committed ")
     assert "model: 2 tensors, 195 elements, 774 B bfloat16, float32" in result.stdout
     assert "loop (2 ranks)" in result.stdout
+    assert "in 2 files of 2 ranks\n" in result.stdout
+    alone = make_run(LocalTier(str(path.parent / "alone")), [10], world_size=1)
+    assert "in 1 file of 1 rank\n" in ckptrt("show", alone.tier.root).stdout
     assert re.search(r"model\.weight +float32 +12x16 +768 B +0-1\n", result.stdout)
     assert re.search(r"rng +uint8 +5 +5 B +1 only\n", result.stdout)
     found = document(ckptrt("show", "20", "-C", path, "--json", "--tensors"))

@@ -20,7 +20,7 @@ from support_runs import FakeRun, make_run, overwrite
 from ckptrt.storage import cli as cli_package
 from ckptrt.storage.catalog import CommitId
 from ckptrt.storage.cli import _documents, _output, cli
-from ckptrt.storage.cli._settings import Settings
+from ckptrt.storage.cli._settings import ParamType, Settings
 from ckptrt.storage.layout import commit_name, fence_name
 from ckptrt.storage.pins import pin
 from ckptrt.storage.tiers.local import LocalTier
@@ -308,7 +308,15 @@ def test_steps_are_completed(path: Path) -> None:
     assert completions("show", "s3://nowhere/gpt@") == ["s3://nowhere/gpt@"]
 
 
-# --- what verbs cost
+# --- what verbs need and cost
+
+
+def test_verbs_load_with_the_oldest_click_that_is_allowed() -> None:
+    """Before 8.5, click.ParamType can't be subscripted."""
+    assert ParamType[int] is ParamType
+    for module in cli_package.modules():
+        path = Path(cli_package.__file__).parent / f"{module.rpartition('.')[2]}.py"
+        assert not path.exists() or "click.ParamType[" not in path.read_text()
 
 
 @pytest.mark.processes

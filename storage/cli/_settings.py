@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -16,7 +16,27 @@ from click.shell_completion import CompletionItem
 from ckptrt import env
 from ckptrt.errors import Error, UsageError
 
-__all__ = ["Duration", "Settings", "Target", "common_options", "complete_place", "current", "pass_settings"]
+if TYPE_CHECKING:
+    from click import ParamType
+else:
+
+    class ParamType(click.ParamType):
+        """Older click has no generic one."""
+
+        def __class_getitem__(cls, _kind):
+            return cls
+
+
+__all__ = [
+    "Duration",
+    "ParamType",
+    "Settings",
+    "Target",
+    "common_options",
+    "complete_place",
+    "current",
+    "pass_settings",
+]
 
 _F = TypeVar("_F", bound=Callable[..., object])
 _STEP = re.compile(r"[0-9]{1,18}|latest")
@@ -153,7 +173,7 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-class Duration(click.ParamType[float]):
+class Duration(ParamType[float]):
     """Seconds, also written 90s, 5m, 2h or 1d."""
 
     name = "duration"

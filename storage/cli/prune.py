@@ -12,7 +12,7 @@ import click
 from ckptrt.errors import UsageError
 from ckptrt.storage.catalog import CommitId, open_catalog
 from ckptrt.storage.cli import _documents, _output
-from ckptrt.storage.cli._settings import Duration, Settings, common_options, complete_place, pass_settings
+from ckptrt.storage.cli._settings import Duration, ParamType, Settings, common_options, complete_place, pass_settings
 from ckptrt.storage.prune import GRACE_S, PrunePlan, PrunePolicy, PruneResult, Removal, execute, plan_prune
 from ckptrt.storage.retention import Keep
 from ckptrt.storage.verify import DataExaminer
@@ -29,7 +29,7 @@ Examples:
 """
 
 
-class _Best(click.ParamType[tuple[int, str, Literal["min", "max"]]]):
+class _Best(ParamType[tuple[int, str, Literal["min", "max"]]]):
     """How many of the best stay, and by which metric: 2:loss, or 3:accuracy:max."""
 
     name = "best"

@@ -10,7 +10,7 @@ import click
 from ckptrt.errors import CorruptError, NotFoundError, UsageError
 from ckptrt.storage.catalog import Catalog, CommitId, open_catalog
 from ckptrt.storage.cli import _documents, _output
-from ckptrt.storage.cli._settings import Settings, Target, common_options, complete_place, pass_settings
+from ckptrt.storage.cli._settings import ParamType, Settings, Target, common_options, complete_place, pass_settings
 from ckptrt.storage.deep import BadValues, find_non_finite
 from ckptrt.storage.verify import Affected, Finding, Report, verify_commit, verify_records
 
@@ -27,7 +27,7 @@ Examples:
 """
 
 
-class _Subset(click.ParamType[tuple[int, int]]):
+class _Subset(ParamType[tuple[int, int]]):
     """A part of the data: 3/10, or 10% (of which one of ten parts is drawn)."""
 
     name = "subset"
