@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -252,6 +254,28 @@ def test_an_interrupt_ends_it_with_130(tmp_path: Path) -> None:
     code += "main()"
     done = subprocess.run([sys.executable, "-c", code, "ls", "x"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "")
+
+
+def test_what_the_library_logs_is_told_as_warnings(path: Path) -> None:
+    overwrite(LocalTier(str(path)), "run.json", b"x")
+    (line,) = [line for line in ckptrt("show", f"{path}@50").stderr.splitlines() if "unusable" in line]
+    assert line.startswith("warn       run record unusable, ")
+    logger = logging.getLogger("ckptrt")
+    assert (logger.handlers, logger.level) == ([], logging.NOTSET)
+
+
+@pytest.mark.processes
+def test_retries_are_told_in_one_line_each(tmp_path: Path) -> None:
+    with socket.socket() as bound:  # and not listening
+        bound.bind(("127.0.0.1", 0))
+        env = {**os.environ, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{bound.getsockname()[1]}", "AWS_REGION": "x"}
+        env |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_CONFIG_FILE": str(tmp_path / "none")}
+        done = subprocess.run([*CKPTRT, "ls", "s3://b/x"], capture_output=True, text=True, env=env, check=False)
+    *warnings, error, _safe_or_do = [line for line in done.stderr.splitlines() if not line.startswith("  safe")]
+    assert done.returncode == 1
+    assert error.startswith("error[unreachable]: ")
+    assert warnings
+    assert all(line.startswith("warn       again method=") for line in warnings)
 
 
 # --- progress

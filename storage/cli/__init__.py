@@ -145,7 +145,8 @@ def _guard(run: Callable[[], Any], settings: Settings, words: Sequence[str]) -> 
     from ckptrt.storage.cli import _output
 
     try:
-        code = run()
+        with _output.log_to_stderr():
+            code = run()
         return code if isinstance(code, int) else 0
     except Error as error:
         _output.show_error(error, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 import time
@@ -23,7 +24,8 @@ from ckptrt.storage.cli._settings import Settings, current
 from ckptrt.storage.units import size_text as size
 
 __all__ = [
-    "age", "age_s", "count", "emit", "print_table", "progress", "show_bug", "show_error", "show_usage_error", "size",
+    "age", "age_s", "count", "emit", "log_to_stderr", "print_table", "progress", "show_bug", "show_error",
+    "show_usage_error", "size",
     "wants_color", "warn",
 ]  # fmt: skip
 
@@ -128,6 +130,29 @@ def wants_color() -> bool | None:
 def warn(text: str) -> None:
     """A line on stderr about something that isn't as it should be but doesn't stop the verb."""
     click.echo(f"warn       {text}", err=True)
+
+
+class _WarnHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            warn(record.getMessage())
+        else:
+            click.echo(f"debug      {record.name}: {record.getMessage()}", err=True)
+
+
+@contextmanager
+def log_to_stderr() -> Iterator[None]:
+    """Print what the library logs as the verbs print theirs: warnings, and with -v all of it."""
+    logger, retries = logging.getLogger("ckptrt"), logging.getLogger("stamina")
+    handler, silent, level = _WarnHandler(), logging.NullHandler(), logger.level
+    logger.addHandler(handler)
+    retries.addHandler(silent)  # the tiers tell of retries themselves
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        retries.removeHandler(silent)
+        logger.setLevel(level)
 
 
 def show_error(error: Error, settings: Settings) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -135,16 +134,7 @@ def _keep(ctx: click.Context, option: click.Parameter, value: str | bool | None)
     if value and isinstance(option, _Common):
         setattr(ctx.ensure_object(Settings), option.field, value)
         if option.field == "verbose":
-            _log_to_stderr(ctx)
-
-
-def _log_to_stderr(ctx: click.Context) -> None:
-    logger, handler = logging.getLogger("ckptrt"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    logger.addHandler(handler)
-    ctx.call_on_close(lambda: logger.removeHandler(handler))
-    ctx.call_on_close(functools.partial(logger.setLevel, logger.level))
-    logger.setLevel(logging.DEBUG)
+            logging.getLogger("ckptrt").setLevel(logging.DEBUG)
 
 
 _OPTIONS = (
