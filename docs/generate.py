@@ -35,6 +35,7 @@ EXIT_CODES = {
     12: "access denied",
     20: "the restart budget is used up, or restarts made no progress",
     130: "stopped by SIGINT",
+    141: "who read its output went away, as with `| head`",
     143: "stopped by SIGTERM",
 }
 
