@@ -59,6 +59,9 @@ def restore_newest(session: Session, adapters: Sequence[Adapter]) -> Restored | 
             assert loaded is not None
             source, loadings = loaded
             _apply(session.ranks, loadings)
+            for note in (note for loading in loadings for note in loading.notes):
+                if source.partial and session.ranks.rank == 0:
+                    say.line("warn", note)
             return Restored(
                 step=candidate.step,
                 incarnation=candidate.incarnation,
@@ -135,7 +138,11 @@ def read_all(source: Source, rank: int, adapters: Sequence[Adapter]) -> list[Loa
     mine = parts[rank % source.world_size]
     with _distrust():
         saved = _components(source, parts, mine, adapters)
-    loadings = [adapter.prepare(saved[adapter.name]) for adapter in adapters]
+    loadings = [adapter.prepare(saved[adapter.name]) for adapter in adapters if adapter.name in saved]
+    left = [adapter.name for adapter in adapters if adapter.name not in saved]
+    if left:
+        note = f"{', '.join(left)}: not in this checkpoint, which was imported; left as it is"
+        loadings.append(Loading(wants=(), apply=lambda: None, notes=(note,)))
     wants = [want for loading in loadings for want in loading.wants]
     with _distrust():
         _fill(source, parts, mine, wants)
@@ -167,7 +174,8 @@ def _components(
     """What the checkpoint holds of each component, as this rank sees it."""
     data = _plain_data(source, mine)
     here, there = {adapter.name for adapter in adapters}, set(data)
-    problems = [f"missing   component {name}   not in the checkpoint" for name in sorted(here - there)]
+    missing = set() if source.partial else here - there
+    problems = [f"missing   component {name}   not in the checkpoint" for name in sorted(missing)]
     problems += [f"extra     component {name}   in the checkpoint only" for name in sorted(there - here)]
     if problems:
         raise mismatch("state", problems)

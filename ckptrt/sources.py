@@ -33,9 +33,13 @@ class Part(Protocol):
 
 
 class Source(Protocol):
-    """A checkpoint's bytes by file. Everything that `mapped` hands out has been verified as far as the tier allows."""
+    """A checkpoint's bytes by file. Everything that `mapped` hands out has been verified as far as the tier allows.
+
+    partial: it holds some components of a state only, and that is meant so.
+    """
 
     world_size: int
+    partial: bool
 
     def parts(self) -> Sequence[Part]:
         """The ranks' own files in order of ranks, then those that they borrow from."""
@@ -60,6 +64,7 @@ class MemorySource:
     def __init__(self, fds: Sequence[int], step: int, incarnation: int) -> None:
         """Maps the arenas and closes the descriptors. NoCheckpointError if not every rank's snapshot is here."""
         self.world_size = 0
+        self.partial = False
         self._images: dict[int, memoryview] = {}
         self._parts: dict[int, _SlotPart] = {}
         for fd in fds:
@@ -106,6 +111,7 @@ class StoredSource:
         self._checkpoint = checkpoint
         receipts = list(checkpoint.receipts())
         self.world_size = len(receipts)
+        self.partial = any(receipt.partial for receipt in receipts)
         parts = [_FilePart(receipt, *file) for receipt in receipts for file in receipt.files()]
         self._parts = sorted(parts, key=lambda part: part.shard is not receipts[part.rank].shard)
 

@@ -161,6 +161,7 @@ class ReceiptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """What one rank stored: its own file with `tensors` and `objects`, and what it `borrowed` from older files.
 
     digests: of the tensors that seldom change. metrics: numbers of the training loop at this step (rank 0 only).
+    partial: it holds some components of a state only, and a restore leaves the others as they are.
     """
 
     rank: int
@@ -173,6 +174,7 @@ class ReceiptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     borrowed: tuple[BorrowedRecord, ...] = ()
     digests: tuple[DigestRecord, ...] = ()
     metrics: dict[str, float] = {}
+    partial: bool = False
 
     def files(self) -> Iterator[tuple[ShardRecord, tuple[TensorRecord, ...]]]:
         """Each file that holds tensors of this rank, its own first, with what lies in it."""

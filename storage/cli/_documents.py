@@ -360,6 +360,61 @@ class Doctor(Document):
     checks: list[Check]
 
 
+# --- export and import
+
+
+class ExportFile(Part):
+    """A file of an export."""
+
+    name: str
+    size_bytes: int  # in a dry run, of its tensors
+    xxh3: str | None  # xxh3-128 of all its bytes; null in a dry run
+
+
+class ExportLoss(Part):
+    """How far a tensor's values are from what they were. Finite ones only."""
+
+    key: str
+    max_abs: float
+    max_rel: float
+    num_overflow: int  # values that became infinite
+
+
+class Export(Document):
+    """What was written, or would be."""
+
+    url: str
+    step: int
+    incarnation: int
+    target: str
+    form: Literal["safetensors", "hf", "torch", "dcp"]
+    components: list[str]
+    num_tensors: int
+    size_bytes: int  # of tensors
+    files: list[ExportFile]
+    left_out: list[str]
+    warnings: list[str]
+    losses: list[ExportLoss]  # of tensors that were cast or made 8-bit, the largest relative error first
+    dry_run: bool
+
+
+class Import(Document):
+    """What became a checkpoint, or would."""
+
+    url: str
+    step: int
+    incarnation: int | None  # null in a dry run
+    source: str
+    form: Literal["safetensors", "hf", "torch", "dcp"]
+    component: str
+    num_tensors: int
+    size_bytes: int
+    ties: dict[str, str]  # another name -> the tensor that it shares
+    left_out: list[str]
+    unchecked: str  # damage that this source can't show; empty if there is none
+    dry_run: bool
+
+
 # --- cp, pin, unpin and prune
 
 
@@ -433,6 +488,8 @@ DOCUMENTS: dict[str, tuple[type[Document], ...]] = {
     "verify": (Verify,),
     "doctor": (Doctor,),
     "cp": (Cp,),
+    "export": (Export,),
+    "import": (Import,),
     "pin": (Pin,),
     "unpin": (Pin,),
     "prune": (Prune,),

@@ -65,6 +65,10 @@ class Fs:
         """Give a file a second name; never replaces one."""
         os.link(source, target)
 
+    def rename(self, source: str, target: str) -> None:
+        """Replaces a file or an empty folder that is there: never used within a run."""
+        os.rename(source, target)
+
     def unlink(self, path: str) -> None:
         os.unlink(path)
 

@@ -1,0 +1,347 @@
+"""torch.save files. The modules here and in dcp.py are the only ones of storage that load torch, when called.
+
+Nothing but tensors and plain values is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from types import ModuleType
+from typing import IO, Any
+
+from ckptrt.errors import CorruptError, Error, NotFoundError, UsageError
+from ckptrt.storage.interop.blobs import Image, Named
+from ckptrt.storage.interop.foreign import Foreign
+from ckptrt.storage.interop.inventory import Component
+from ckptrt.storage.interop.unpickle import UnpicklingError
+from ckptrt.storage.shardfile import item_bytes
+from ckptrt.storage.tiers.local import LocalTier, local_path
+
+__all__ = [
+    "TorchTensor", "check_zip", "data_range", "load_plain", "open_torch", "save_torch", "state_of", "to_torch",
+    "torch_module", "walk",
+]  # fmt: skip
+
+SCRATCH = "scratch"
+_UNCHECKED = "{} was saved without checksums, so a changed byte of a tensor's data can't be told"
+_READ_BYTES = 1 << 20
+
+
+def torch_module() -> ModuleType:
+    """torch, loaded now."""
+    import torch
+
+    return torch
+
+
+# --- writing
+
+
+def to_torch(named: Iterable[Named], tier: LocalTier, progress: Callable[[int], None]) -> dict[str, tuple[Any, str]]:
+    """Tensors and digests by name. Their data lie in a scratch file that is mapped, so memory stays what it was."""
+    torch = torch_module()
+    order = sorted(named, key=lambda tensor: -item_bytes(tensor.dtype))
+    image = Image([tensor.data for tensor in order], progress)
+    tier.write(SCRATCH, image, image.size_bytes)
+    data: Any = b""
+    if image.size_bytes:
+        with open(f"{tier.root}/{SCRATCH}", "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    found: dict[str, tuple[Any, str]] = {}
+    start = 0
+    for tensor, digest in zip(order, image.digests, strict=True):
+        dtype = getattr(torch, tensor.dtype)
+        if tensor.size_bytes:
+            count = prod(tensor.shape)
+            value = torch.frombuffer(data, dtype=dtype, count=count, offset=start).reshape(tensor.shape)
+        else:
+            value = torch.empty(tensor.shape, dtype=dtype)
+        found[tensor.name] = value, digest
+        start += tensor.size_bytes
+    return found
+
+
+def state_of(component: Component, tensors: Mapping[str, Any]) -> Any:
+    """What torch's users expect under a component's name.
+
+    tensors: by the component's own names. A module's state_dict; an optimizer's state by names of parameters, as
+    torch.distributed.checkpoint.state_dict has it; of anything else what its own state_dict gave.
+    """
+    from ckptrt.adapters.objects import decode
+
+    data = component.data
+    if component.is_module:
+        state = dict(tensors)
+        state.update({name: tensors[kept] for name, kept in component.ties.items()})
+        state.update({name: decode(value) for name, value in (data or {}).get("extra", {}).items()})
+        return state
+    if component.is_optimizer:
+        return _optimizer_state(data, tensors, decode)
+    prefix = component.name + "."
+    return decode(data, lambda key: tensors[key.removeprefix(prefix)])
+
+
+def _optimizer_state(data: Any, tensors: Mapping[str, Any], decode: Callable[[Any], Any]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name, entries in data["state"].items():
+        state[name] = {
+            entry: tensors[f"state.{name}.{entry}"] if value == {"$here": "tensor"} else decode(value)
+            for entry, value in entries.items()
+        }
+    state.update({key: decode(value) for key, value in data["other"].items()})
+    groups = [
+        {"params": list(group["names"]), **{key: decode(value) for key, value in group["options"].items()}}
+        for group in data["groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def save_torch(state: Any, path: str) -> None:
+    """One torch.save file."""
+    torch = torch_module()
+    torch.save(state, path)
+
+
+def walk(tree: Any) -> Iterator[Any]:
+    """Every tensor of a tree, as often as it stands in it."""
+    if _is_tensor(tree):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from walk(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from walk(value)
+
+
+# --- reading
+
+
+class TorchTensor:
+    """A tensor's elements as a blob; one that isn't contiguous is copied while it is read."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self._flat: Any = None
+        self.size_bytes = tensor.numel() * tensor.element_size()
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        if not len(out):
+            return
+        if self._flat is None:
+            self._flat = self._tensor.detach().resolve_conj().resolve_neg().contiguous()
+        ctypes.memmove(
+            (ctypes.c_char * len(out)).from_buffer(out), ctypes.c_void_p(self._flat.data_ptr() + start), len(out)
+        )
+        if start + len(out) == self.size_bytes:
+            self._flat = None
+
+
+def open_torch(place: str, key: str, component: str) -> Foreign:
+    """The tensors of a torch.save file: all of it, or the part that `key` (`a.b` is a path) or the component names.
+
+    Raises UsageError, by name, for anything that only foreign code could unpickle, and CorruptError for a damaged file.
+    """
+    path = local_path(place)
+    tree = load_plain(path, place)
+    part = _choose(tree, key, component, place)
+    return _collect(part, _others(tree, part), lambda progress: _check_file(path, place, progress), _size(path))
+
+
+def load_plain(file: Any, place: str) -> Any:
+    """What torch.save wrote, if it is tensors and plain values. Data of a path's tensors are mapped, not read."""
+    torch = torch_module()
+    is_path = isinstance(file, str)
+    try:
+        mapped = is_path and zipfile.is_zipfile(file)
+        if is_path and not mapped and _begins_as_zip(file):
+            raise CorruptError(f"{place} is damaged: it is cut off", safe="nothing was written")
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except FileNotFoundError:
+        raise NotFoundError(f"there is no file {place}", safe="nothing was written") from None
+    except UnpicklingError as error:
+        raise _foreign(place, error) from None
+    except Error:
+        raise
+    except Exception as error:  # noqa: BLE001  what torch makes of a damaged file has no limits
+        raise _broken(place, error) from None
+
+
+def _begins_as_zip(path: str) -> bool:
+    with open(path, "rb") as stream:
+        return stream.read(2) == b"PK"
+
+
+def _foreign(place: str, error: Exception) -> UsageError | CorruptError:
+    """Code that a pickle asks for is named; what is no pickle at all is damage."""
+    text = str(error)
+    for mark in ("GLOBAL ", "Unsupported class "):
+        if mark in text:
+            name = text.split(mark, 1)[1].split()[0].strip(".`'\"")
+            return UsageError(
+                f"{place} holds a pickled {name}; only tensors and plain values are read",
+                safe="nothing of it was run, and nothing was written",
+                hint="load it where you trust it, and torch.save its state_dict() alone",
+            )
+    return _broken(place, error)
+
+
+def _broken(place: str, error: Exception) -> CorruptError:
+    text = next(iter(str(error).splitlines()), type(error).__name__)
+    return CorruptError(
+        f"{place} is damaged, or no torch.save file: {text[:200]}",
+        safe="nothing was written",
+        hint="get the file anew",
+    )
+
+
+def _choose(tree: Any, key: str, component: str, place: str) -> Any:
+    if not isinstance(tree, Mapping):
+        raise UsageError(f"{place} holds a {type(tree).__name__}, not a dict of tensors", safe="nothing was written")
+    part: Any = tree
+    for word in filter(None, key.split(".")):
+        if not isinstance(part, Mapping) or word not in part:
+            there = ", ".join(map(str, part)) if isinstance(part, Mapping) else f"a {type(part).__name__}"
+            raise UsageError(f"{place} has nothing under {key!r}", safe="nothing was written", hint=f"there is {there}")
+        part = part[word]
+    if key or any(_is_tensor(value) for value in tree.values()):
+        return part
+    if isinstance(tree.get(component), Mapping):
+        return tree[component]
+    raise UsageError(
+        f"{place} holds {', '.join(map(str, tree))}: which of them is the {component}?",
+        safe="nothing was written",
+        hint="name it with --key",
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch_module().Tensor)
+
+
+def _others(tree: Any, part: Any) -> list[str]:
+    """What else there is beside the part that was chosen."""
+    return [] if part is tree else [str(name) for name, value in tree.items() if value is not part]
+
+
+def _collect(
+    tree: Any, left_out: list[str], check: Callable[[Callable[[int], None]], str], check_bytes: int
+) -> Foreign:
+    """Tensors, ties and extra state of a tree of dicts; names are joined by dots."""
+    from ckptrt.adapters.objects import encode
+
+    tensors: dict[str, Named] = {}
+    ties: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    first_of: dict[tuple[Any, ...], str] = {}
+    for name, value in _flat(tree, ""):
+        if not _is_tensor(value):
+            if name.rpartition(".")[2] == "_extra_state":
+                extra[name] = encode(value, name)
+            else:
+                left_out.append(name)
+            continue
+        identity = _identity(name, value)
+        if identity in first_of:
+            ties[name] = first_of[identity]
+            continue
+        if value.numel():
+            first_of[identity] = name
+        dtype = str(value.dtype).removeprefix("torch.")
+        item_bytes(dtype)
+        tensors[name] = Named(name=name, dtype=dtype, shape=tuple(value.shape), data=TorchTensor(value))
+    return Foreign(
+        tensors=tensors,
+        ties=ties,
+        extra=extra,
+        left_out=tuple(left_out),
+        check=check,
+        check_bytes=check_bytes,
+    )
+
+
+def _flat(tree: Any, prefix: str) -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _identity(name: str, tensor: Any) -> tuple[Any, ...]:
+    """What two names of one tensor have in common. UsageError for what isn't a plain dense tensor."""
+    torch = torch_module()
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise UsageError(
+            f"{name} is a {type(tensor).__qualname__} ({tensor.dtype}, {tensor.layout}), which can't be taken over",
+            safe="nothing was written",
+            hint="save it as a plain dense tensor",
+        )
+    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _check_file(path: str, place: str, progress: Callable[[int], None]) -> str:
+    if not zipfile.is_zipfile(path):  # as torch before 1.6 wrote them
+        return _UNCHECKED.format(place)
+    with open(path, "rb") as file:
+        return "" if check_zip(file, place, progress) else _UNCHECKED.format(place)
+
+
+@contextmanager
+def _archive(file: IO[bytes], where: str) -> Iterator[zipfile.ZipFile]:
+    """A torch.save file as a zip; CorruptError for whatever is wrong with it."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            yield archive
+    except Error:
+        raise
+    except Exception as error:  # noqa: BLE001  zipfile raises a dozen kinds for damaged headers
+        raise _broken(where, error) from None
+
+
+def check_zip(file: IO[bytes], where: str, progress: Callable[[int], None]) -> bool:
+    """Compare every record of a torch.save file with its CRC-32. False if the file has none."""
+    with _archive(file, where) as archive:
+        records = archive.infolist()
+        if not any(record.CRC for record in records):
+            return False  # torch.serialization.set_crc32_options(False)
+        for record in records:
+            with archive.open(record) as stream:
+                while piece := stream.read(_READ_BYTES):
+                    progress(len(piece))
+    return True
+
+
+def data_range(file: IO[bytes], where: str, dtype: str, sizes: tuple[int, ...]) -> int:
+    """Where in a torch.save file of one tensor its elements begin; 0 if they don't lie in row-major order.
+
+    CorruptError if the tensor isn't of that dtype and shape.
+    """
+    torch = torch_module()
+    with torch.serialization.skip_data():
+        tensor = load_plain(file, where)
+    if not _is_tensor(tensor) or str(tensor.dtype) != f"torch.{dtype}" or tuple(tensor.shape) != sizes:
+        raise CorruptError(f"{where} isn't the {dtype} {sizes} that the index tells of", safe="nothing was written")
+    with _archive(file, where) as archive:
+        records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
+        order = archive.read(records["byteorder"].filename) if "byteorder" in records else b"little"
+        data = records.get("data/0")
+        if data is None or order != b"little" or not tensor.is_contiguous() or tensor.storage_offset():
+            return 0
+        if data.compress_type != zipfile.ZIP_STORED or data.file_size < tensor.numel() * tensor.element_size():
+            return 0
+        file.seek(data.header_offset)
+        head = file.read(30)
+        return data.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+
+
+def _size(path: str) -> int:
+    with open(path, "rb") as file:
+        return file.seek(0, 2)
