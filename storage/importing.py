@@ -8,7 +8,7 @@ is fenced, and goes on from the newest checkpoint of the run, if there is one.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,13 +23,17 @@ from ckptrt.storage.interop.blobs import Blob, Bytes, Image, Named, digest
 from ckptrt.storage.interop.foreign import Foreign
 from ckptrt.storage.interop.hub import open_hub
 from ckptrt.storage.interop.names import rename
+from ckptrt.storage.interop.optimizer import ForeignOptimizer
 from ckptrt.storage.layout import CommitId
 from ckptrt.storage.owner import made_by, this_owner
 from ckptrt.storage.records import Parent, ReceiptRecord, ShardRecord, seal
 from ckptrt.storage.shardfile import CHUNK_BYTES, TensorSpec, chunk_digests, lay_out
-from ckptrt.storage.tiers import Tier, open_tier
+from ckptrt.storage.tiers import open_tier
 
-__all__ = ["Format", "ImportPlan", "check_target", "import_checkpoint", "open_source", "plan_import"]
+__all__ = [
+    "Component", "ForeignOptimizer", "Format", "ImportPlan", "check_target", "import_checkpoint", "open_optimizer",
+    "open_source", "plan_import",
+]  # fmt: skip
 
 Format = Literal["safetensors", "hf", "torch", "dcp"]
 Progress = Callable[[int], None]
@@ -39,19 +43,32 @@ _FILE_MAX_BYTES = 32 << 30  # of one shard file: object stores have limits, and 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportPlan:
-    """What will be imported as one component, from files that were checked.
+class Component:
+    """A part of the state that is imported: tensors by its own names, and its plain data as an adapter has them."""
 
-    unchecked: a sentence about the damage that they can't show, or ''. left_out and warnings are for people.
+    name: str
+    tensors: dict[str, Named]
+    data: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportPlan:
+    """What will be imported, from files that were checked.
+
+    ties: names that share a tensor, with its name. unchecked: a sentence about the damage that the files can't show, or
+    ''. left_out and warnings are for people.
     """
 
-    component: str
-    tensors: dict[str, Named]
+    components: tuple[Component, ...]
     ties: dict[str, str]
-    extra: dict[str, Any]
     left_out: tuple[str, ...]
     warnings: tuple[str, ...]
     unchecked: str
+
+    @property
+    def tensors(self) -> dict[str, Named]:
+        """By full name."""
+        return {f"{part.name}.{name}": tensor for part in self.components for name, tensor in part.tensors.items()}
 
     @property
     def size_bytes(self) -> int:
@@ -79,41 +96,68 @@ def open_source(format: Format, place: str, *, key: str = "", component: str = "
     return open_dcp(place, key, component)
 
 
+def open_optimizer(format: Format, place: str, key: str) -> ForeignOptimizer:
+    """Look at the optimizer's state under `key` in a torch.save file or DCP folder."""
+    if format == "torch":
+        from ckptrt.storage.interop.torchfile import open_torch_optimizer
+
+        return open_torch_optimizer(place, key)
+    if format == "dcp":
+        from ckptrt.storage.interop.dcp import open_dcp_optimizer
+
+        return open_dcp_optimizer(place, key)
+    raise UsageError(f"--optimizer can't be used with {format}: it holds none")
+
+
 def plan_import(
     source: Foreign,
     component: str = "model",
     rules: Sequence[str] = (),
     tied: Sequence[str] = (),
+    optimizer: tuple[ForeignOptimizer, str, str] | None = None,
     progress: Progress = lambda done: None,
 ) -> ImportPlan:
     """Check all that has a checksum, and decide about names.
 
     rules: as for --map. tied: `NAME=KEPT`, after the rules: NAME shares the tensor KEPT, which the source doesn't say.
-    progress: called with bytes checked. Raises MismatchError for names that no rule fits and for tied tensors that
-    differ, and CorruptError for damage.
+    optimizer: what open_optimizer() found, its name in ckptrt.init(), and its class. progress: called with bytes
+    checked. Raises MismatchError for names that no rule fits, for tied tensors that differ and for an optimizer of
+    other parameters, and CorruptError for damage.
     """
-    if not component or component == "rng" or "/" in component:
-        raise UsageError(
-            f"{component!r} can't be the name of a component", hint="use the model's name in ckptrt.init()"
-        )
-    renaming = rename([*source.tensors, *source.ties], rules)
+    for name in (component, *(optimizer[1:2] if optimizer else ())):
+        _check_name(name)
+    renaming = rename([*source.tensors, *source.ties, *source.extra], rules)
     new_of = {old: new for new, old in renaming.names.items()}
     pairs = renaming.names.items()
     tensors = {new: replace(source.tensors[old], name=new) for new, old in pairs if old in source.tensors}
     if not tensors:
         raise UsageError("there are no tensors to import", safe="nothing was written")
     ties = {new: new_of[source.ties[old]] for new, old in pairs if old in source.ties and source.ties[old] in new_of}
+    extra = {new: source.extra[old] for new, old in pairs if old in source.extra}
     unchecked = source.check(progress)
+    if optimizer is not None:
+        optimizer[0].check(progress)
     _tie(tensors, ties, tied)
+    data = {name: part for name, part in (("ties", ties), ("extra", extra)) if part}
+    left_out = (*source.left_out, *(f"{name} (dropped by --map)" for name in renaming.dropped))
+    components = [Component(name=component, tensors=tensors, data=data or None)]
+    if optimizer is not None:
+        found, name, kind = optimizer
+        theirs, plain = found.component(kind, new_of)
+        components.append(Component(name=name, tensors=theirs, data=plain))
+        left_out = tuple(text for text in left_out if text != found.key and not text.startswith(f"{found.key}."))
     return ImportPlan(
-        component=component,
-        tensors=tensors,
+        components=tuple(components),
         ties=ties,
-        extra=source.extra,
-        left_out=(*source.left_out, *(f"{name} (dropped by --map)" for name in renaming.dropped)),
+        left_out=left_out,
         warnings=tuple(f"--map {rule!r} met no name" for rule in renaming.unused),
         unchecked=unchecked,
     )
+
+
+def _check_name(component: str) -> None:
+    if not component or component == "rng" or "/" in component:
+        raise UsageError(f"{component!r} can't be the name of a component", hint="use its name in ckptrt.init()")
 
 
 def _tie(tensors: dict[str, Named], ties: dict[str, str], tied: Sequence[str]) -> None:
@@ -153,16 +197,18 @@ def import_checkpoint(plan: ImportPlan, url: str, step: int, progress: Progress)
         catalog = open_catalog(url, create=True)
         parts = _deal_out(plan)
         incarnation, nonce = _open_incarnation(catalog, step, len(parts))
-        folder = layout.data_dir(CommitId(step, incarnation), nonce)
-        data = _plain(plan)
-        receipts = {
-            rank: _write_part(
-                catalog.tier, folder, rank, len(parts), CommitId(step, incarnation), plan, part, data, progress
-            )
-            for rank, part in enumerate(parts)
-        }
-        name = folder.removeprefix(layout.DATA).rstrip("/")
-        return commit(catalog.tier, catalog, step, incarnation, name, receipts, made_by(), SystemClock())
+        commit_id = CommitId(step, incarnation)
+        folder = layout.data_dir(commit_id, nonce)
+        plain = {part.name: json.dumps(part.data, separators=(",", ":")).encode() for part in plan.components}
+        receipts = {}
+        for rank, tensors in enumerate(parts):
+            image = _Image(rank, tensors, plain, progress)
+            name = folder + layout.shard_name(rank)
+            catalog.tier.write(name, image, image.size_bytes)
+            receipts[rank] = seal(image.receipt(name, commit_id, len(parts)))
+            catalog.tier.create(folder + layout.receipt_name(rank), receipts[rank])
+        data = folder.removeprefix(layout.DATA).rstrip("/")
+        return commit(catalog.tier, catalog, step, incarnation, data, receipts, made_by(), SystemClock())
 
 
 def _parent(catalog: Catalog, step: int, before: int | None) -> Parent | None:
@@ -192,83 +238,55 @@ def _open_incarnation(catalog: Catalog, step: int, world_size: int) -> tuple[int
     raise BusyError(f"{catalog.tier.url}: another job commits as fast as this import can begin")
 
 
-def _deal_out(plan: ImportPlan) -> list[list[Named]]:
-    """The tensors of each shard file, in order."""
-    parts: list[list[Named]] = [[]]
+def _deal_out(plan: ImportPlan) -> list[dict[str, Named]]:
+    """The tensors of each shard file by full name, in order."""
+    parts: list[dict[str, Named]] = [{}]
     filled = 0
-    for tensor in plan.tensors.values():
+    for name, tensor in plan.tensors.items():
         if parts[-1] and filled + tensor.size_bytes > _FILE_MAX_BYTES:
-            parts.append([])
+            parts.append({})
             filled = 0
-        parts[-1].append(tensor)
+        parts[-1][name] = tensor
         filled += tensor.size_bytes
     return parts
 
 
-def _plain(plan: ImportPlan) -> bytes:
-    """The component's plain data, as a module has them."""
-    data = {name: part for name, part in (("ties", plan.ties), ("extra", plan.extra)) if part}
-    return json.dumps(data or None).encode()
+class _Image(Image):
+    """A shard file, whose digests are noted as it passes: a piece holds whole chunks."""
 
+    def __init__(self, rank: int, tensors: Mapping[str, Named], plain: Mapping[str, bytes], progress: Progress) -> None:
+        specs = [
+            TensorSpec(key=name, dtype=t.dtype, shape=t.shape, offsets=(0,) * len(t.shape), sizes=t.shape)
+            for name, t in tensors.items()
+        ]
+        self._rank = rank
+        self._layout = lay_out(rank, specs, [(name, len(text)) for name, text in plain.items()])
+        data = [tensor.data for tensor in tensors.values()]
+        blobs: list[Blob] = [Bytes(self._layout.header), *(data[index] for index in self._layout.order)]
+        super().__init__([*blobs, *map(Bytes, plain.values())], progress)
+        self._chunks: list[str] = []
 
-def _write_part(
-    tier: Tier,
-    folder: str,
-    rank: int,
-    world_size: int,
-    commit_id: CommitId,
-    plan: ImportPlan,
-    tensors: Sequence[Named],
-    data: bytes,
-    progress: Progress,
-) -> bytes:
-    """One shard file and its receipt."""
-    specs = [
-        TensorSpec(
-            key=f"{plan.component}.{tensor.name}",
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            offsets=(0,) * len(tensor.shape),
-            sizes=tensor.shape,
+    def __iter__(self) -> Iterator[memoryview]:
+        self._chunks = []
+        for piece in super().__iter__():
+            self._chunks.append(chunk_digests(piece))
+            yield piece
+
+    def receipt(self, name: str, commit_id: CommitId, world_size: int) -> ReceiptRecord:
+        """What the file, which was written as `name`, holds."""
+        shard = ShardRecord(
+            name=name.removeprefix(layout.DATA),
+            size_bytes=self.size_bytes,
+            chunk_bytes=CHUNK_BYTES,
+            chunks="".join(self._chunks),
         )
-        for tensor in tensors
-    ]
-    placed = lay_out(rank, specs, [(plan.component, len(data))])
-    blobs: list[Blob] = [Bytes(placed.header), *(tensors[index].data for index in placed.order), Bytes(data)]
-    image = _Digested(blobs, progress)
-    name = folder + layout.shard_name(rank)
-    tier.write(name, image, image.size_bytes)
-    shard = ShardRecord(
-        name=name.removeprefix(layout.DATA),
-        size_bytes=image.size_bytes,
-        chunk_bytes=CHUNK_BYTES,
-        chunks="".join(image.chunks),
-    )
-    receipt = seal(
-        ReceiptRecord(
-            rank=rank,
+        return ReceiptRecord(
+            rank=self._rank,
             world_size=world_size,
             step=commit_id.step,
             incarnation=commit_id.incarnation,
             shard=shard,
-            tensors=placed.tensors,
-            objects=placed.objects,
+            tensors=self._layout.tensors,
+            objects=self._layout.objects,
             partial=True,
         )
-    )
-    tier.create(folder + layout.receipt_name(rank), receipt)
-    return receipt
-
-
-class _Digested(Image):
-    """Notes the digests of the file's chunks: a piece holds whole ones."""
-
-    def __init__(self, blobs: Sequence[Blob], progress: Progress) -> None:
-        super().__init__(blobs, progress)
-        self.chunks: list[str] = []
-
-    def __iter__(self) -> Iterator[memoryview]:
-        self.chunks = []
-        for piece in super().__iter__():
-            self.chunks.append(chunk_digests(piece))
-            yield piece

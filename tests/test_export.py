@@ -21,14 +21,16 @@ from safetensors import safe_open
 from support_interop import Writer, ckptrt, expected, flip, random_tensor, raw
 
 from ckptrt.adapters import adapt
-from ckptrt.errors import MismatchError, StorageError, UsageError
+from ckptrt.errors import CorruptError, MismatchError, StorageError, UsageError
 from ckptrt.storage.catalog import open_catalog
 from ckptrt.storage.cli import _documents
 from ckptrt.storage.export import ExportOptions, Inventory, Output, export, plan_export
 from ckptrt.storage.interop import casting
-from ckptrt.storage.interop.blobs import Bytes, Image, Named
+from ckptrt.storage.interop import dcp as dcp_format
+from ckptrt.storage.interop.blobs import Assembled, Bytes, Image, Named, Part
 from ckptrt.storage.interop.names import rename
 from ckptrt.storage.tiers.fs import Fs
+from ckptrt.storage.tiers.local import LocalTier
 
 FORMATS = ["safetensors", "hf", "torch", "dcp"]
 
@@ -175,6 +177,34 @@ def test_dtypes_that_safetensors_lacks_are_stored_as_bytes_or_refused(tmp_path):
     assert raw(load_folder(tmp_path / "out")["odd"]) == raw(odd)
 
 
+def test_a_tensor_is_assembled_from_any_boxes_as_numpy_does_it():
+    rng = random.Random(8)
+    for _ in range(300):
+        shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 4)))
+        whole = numpy.frombuffer(rng.randbytes(int(numpy.prod(shape, dtype=int))), dtype=numpy.uint8).reshape(shape)
+        boxes = [((0,) * len(shape), shape)]
+        for _ in range(rng.randint(0, 5) if shape else 0):  # cut a box in two along some axis
+            offsets, sizes = boxes.pop(rng.randrange(len(boxes)))
+            axis = rng.randrange(len(shape))
+            at = rng.randint(0, sizes[axis])
+            for low, size in ((0, at), (at, sizes[axis] - at)):
+                begin = tuple(o + low * (i == axis) for i, o in enumerate(offsets))
+                boxes.append((begin, tuple(size if i == axis else s for i, s in enumerate(sizes))))
+        parts = []
+        for offsets, sizes in boxes:
+            box = whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+            parts.append(Part(offsets=offsets, sizes=sizes, data=Bytes(box.tobytes())))
+        tensor = Assembled("x", "uint8", shape, parts)
+        start = rng.randint(0, whole.size - 1)
+        out = memoryview(bytearray(rng.randint(1, whole.size - start)))
+        tensor.read_into(start, out)
+        assert bytes(out) == whole.tobytes()[start : start + len(out)]
+        held = [part for part in parts if part.data.size_bytes]
+        lacking = Assembled("x", "uint8", shape, held[1:])
+        with pytest.raises(CorruptError, match="x isn't whole"):
+            lacking.read_into(0, memoryview(bytearray(whole.size)))
+
+
 # --- never a part, never damage
 
 
@@ -243,6 +273,34 @@ def test_whichever_call_fails_the_folder_appears_whole_or_not_at_all(tmp_path):
             break
     assert fail_at > 30
     assert wanted is not None
+
+
+class LyingFs(Fs):
+    """Gives back the last byte of a file other than it was written."""
+
+    def pread_into(self, fd: int, out: memoryview, offset: int) -> int:
+        count = super().pread_into(fd, out, offset)
+        if count and offset + count == os.fstat(fd).st_size:
+            out[count - 1] ^= 1
+        return count
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_disk_that_gives_back_something_else_is_found_out(tmp_path, format, monkeypatch):
+    save_net(tmp_path / "run", 2)
+    catalog = open_catalog(f"{tmp_path}/run")
+    save = torch.save
+    if format == "torch":  # torch reads the file by itself
+        monkeypatch.setattr(torch, "save", lambda state, path: save({"model": torch.ones(3)}, path))
+    checkpoint, out = catalog.open_checkpoint(catalog.find(5)), tmp_path / "out"
+    output = Output(str(out), fs=LyingFs(), is_file=format == "torch")
+    with output, Inventory(checkpoint) as inventory:
+        plan = plan_export(inventory, ExportOptions(format=format))
+        if format == "dcp":
+            monkeypatch.setattr(dcp_format, "open_tier", lambda path: LocalTier(path, fs=LyingFs()))
+        with pytest.raises((StorageError, CorruptError)):
+            export(plan, output, {}, lambda done: None)
+    assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
 def test_a_place_that_is_taken_is_left_alone(tmp_path):

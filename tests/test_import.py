@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle  # noqa: TID251  what others write
 import random
 import shutil
 import struct
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support_interop import DTYPES, Writer, blob_bytes, ckptrt, expected, flip, held, random_tensor, raw
+from support_s3 import S3Server, s3_server
 
 from ckptrt.errors import CorruptError, Error, UsageError
 from ckptrt.storage.catalog import Catalog, hold_run, open_catalog
@@ -27,6 +31,9 @@ from ckptrt.storage.cli import _documents
 from ckptrt.storage.importing import open_source, plan_import
 from ckptrt.storage.interop.unpickle import read_index
 from ckptrt.storage.records import Parent
+from ckptrt.storage.tiers import open_tier
+
+__all__ = ["s3_server"]  # a fixture
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -209,6 +216,7 @@ def test_files_that_are_cut_off_anywhere_are_refused(tmp_path, format):
         file.write_bytes(data[:length])
         result = ckptrt("import", format, source, tmp_path / "run", "--step", 1)
         assert result.exit_code == 4, (length, result.output)
+        assert format != "dcp" or "it ends within" in result.stderr
         assert no_run(tmp_path / "run")
 
 
@@ -247,6 +255,27 @@ def test_folders_that_lack_a_file_are_refused(tmp_path):
     assert no_run(tmp_path / "run")
 
 
+def test_an_index_whose_chunks_are_not_the_tensor_is_damage(tmp_path):
+    source = write("dcp", tmp_path / "dcp", tensors())
+    good = (source / ".metadata").read_bytes()
+    box = pickle.loads(good).state_dict_metadata["model.a.weight"].chunks[0]
+    beyond = dataclasses.replace(box, offsets=torch.Size([1, 0]))
+    for chunks in ([], [box, box], [beyond], [dataclasses.replace(box, sizes=torch.Size([5, 7]))]):
+        index = pickle.loads(good)
+        index.state_dict_metadata["model.a.weight"].chunks = chunks
+        info = index.storage_data[next(at for at in index.storage_data if at.fqn == "model.a.weight")]
+        index.storage_data.update({type(at)(at.fqn, c.offsets): info for c in chunks for at in index.storage_data})
+        (source / ".metadata").write_bytes(pickle.dumps(index))
+        assert ckptrt("import", "dcp", source, tmp_path / "run", "--step", 1).exit_code == 4, chunks
+    for path in ("../x.distcp", "/etc/passwd"):
+        index = pickle.loads(good)
+        for info in index.storage_data.values():
+            info.relative_path = path
+        (source / ".metadata").write_bytes(pickle.dumps(index))
+        assert ckptrt("import", "dcp", source, tmp_path / "run", "--step", 1).exit_code == 4
+    assert no_run(tmp_path / "run")
+
+
 def sharded(path: Path) -> dict[str, Any]:
     path.mkdir()
     safetensors.torch.save_file({"a": torch.ones(2)}, path / "x.safetensors")
@@ -268,6 +297,11 @@ def test_an_index_that_contradicts_its_files_is_refused(tmp_path):
         where.write_text(json.dumps(index | {"weight_map": weight_map}))
         result = ckptrt("import", "hf", tmp_path / "src", tmp_path / f"run{code}", "--step", 1)
         assert result.exit_code == code, result.output
+    safetensors.torch.save_file({"a": torch.ones(2), "c": torch.ones(1)}, tmp_path / "src" / "x.safetensors")
+    where.write_text(json.dumps(index))
+    unlisted = ckptrt("import", "hf", tmp_path / "src", tmp_path / "run4", "--step", 1)
+    assert unlisted.exit_code == 2 and "such as c" in unlisted.stderr
+    safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "src" / "x.safetensors")
     where.write_text("{")
     assert ckptrt("import", "hf", tmp_path / "src", tmp_path / "run4", "--step", 1).exit_code == 4
     assert no_run(tmp_path / "run4")
@@ -408,6 +442,30 @@ def test_a_commit_that_came_in_between_stays_on_the_path(tmp_path, monkeypatch):
     assert [c.step for c in open_catalog(f"{tmp_path}/run").path().commits] == [20, 11, 10]
 
 
+def test_an_optimizer_by_numbers_and_one_of_another_model_are_refused(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optim.step()
+    torch.save({"model": model.state_dict(), "optim": optim.state_dict()}, tmp_path / "src.pt")
+    args = ("import", "torch", tmp_path / "src.pt", tmp_path / "run", "--step", 1, "--optimizer")
+    numbered = ckptrt(*args, "optim:AdamW")
+    assert numbered.exit_code == 2 and "get_optimizer_state_dict" in numbered.stderr
+    other = {"state": {"x": {"m": torch.ones(2)}}, "param_groups": [{"params": ["x"], "lr": 1.0}]}
+    torch.save({"model": model.state_dict(), "optim": other}, tmp_path / "src.pt")
+    result = ckptrt(*args, "optim:AdamW")
+    assert result.exit_code == 1 and "1 parameters that the model doesn't have, such as 'x'" in result.stderr
+    for text in ("optim", "optim:", ":AdamW", "none:AdamW", "optim:AdamW:rng"):
+        assert ckptrt(*args, text).exit_code == 2, text
+    assert no_run(tmp_path / "run")
+    mapped = ckptrt(*args, "optim:AdamW", "--map", "weight=x", "--map", "bias=")
+    assert mapped.exit_code == 1  # the optimizer's name is the source's own
+    other = {"state": {"weight": {"m": torch.ones(2)}}, "param_groups": [{"params": ["weight"], "lr": 1.0}]}
+    torch.save({"model": model.state_dict(), "optim": other}, tmp_path / "src.pt")
+    assert ckptrt(*args, "optim:AdamW", "--map", "weight=x", "--map", "bias=").exit_code == 0
+    assert set(held(tmp_path / "run", 1, "optim")) == {"state.x.m"}
+
+
 def test_bad_targets_and_names_are_refused(tmp_path):
     source = write("safetensors", tmp_path / "src", tensors())
     assert ckptrt("import", "hf", source, "--step", 1).exit_code == 2
@@ -417,3 +475,19 @@ def test_bad_targets_and_names_are_refused(tmp_path):
     assert ckptrt("import", "hf", source, tmp_path / "run", "--step", 1, "--key", "x").exit_code == 2
     assert ckptrt("import", "torch", "s3://b/x.pt", tmp_path / "run", "--step", 1).exit_code == 2
     assert no_run(tmp_path / "run")
+
+
+@pytest.mark.processes
+def test_source_and_run_may_lie_on_an_object_store(s3_server: S3Server, tmp_path):
+    place = f"{s3_server.url}/import-{tmp_path.name}"
+    source = write("safetensors", tmp_path / "src", tensors()) / "model.safetensors"
+    tier = open_tier(f"{place}/src", **s3_server.options)
+    tier.create("model.safetensors", source.read_bytes())
+    tier.close()
+    for args in (
+        ("import", "hf", f"{place}/src", f"{place}/run", "--step", "3"),
+        ("export", "hf", f"{place}/run@3", str(tmp_path / "out")),
+    ):
+        command = [sys.executable, "-m", "ckptrt.storage.cli", *args]
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, **s3_server.env})
+    assert expected(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")) == expected(tensors())

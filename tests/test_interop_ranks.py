@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import support_reshard
 import torch
 import torch.distributed.checkpoint as dcp
 from support_interop import ckptrt, expected, held, raw
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckptrt as library
 from ckptrt.errors import MismatchError
@@ -60,15 +63,14 @@ def dcp_load(rank: int, world_size: int, folder: str) -> list[str]:
     return [name for name in support_reshard.differences(model, optimizer) if name in model.state_dict()]
 
 
-def start(rank: int, world_size: int, url: str, layout: str) -> tuple[list[str], int]:
-    """Restore from what was imported, with an optimizer and plain data that it doesn't hold."""
+def start(rank: int, world_size: int, url: str, layout: str, with_optimizer: bool = False) -> tuple[list[str], int]:
+    """Restore from what was imported, with plain data (and, unless told, an optimizer) that it doesn't hold."""
     model, optimizer = support_reshard.build(layout, seed=9)
     with library.init(url, model=model, optim=optimizer, loop={"n": 0}) as rt:
         restored = rt.restore()
         assert restored is not None
-        wrong = [
-            n for n in support_reshard.differences(model, optimizer) if n in support_reshard.inner(model).state_dict()
-        ]
+        names = support_reshard.inner(model).state_dict()
+        wrong = [n for n in support_reshard.differences(model, optimizer) if with_optimizer or n in names]
         rt.step()
         rt.save(wait=True)
         rt.wait(60)
@@ -85,6 +87,40 @@ def test_torch_and_ckptrt_take_each_others_sharded_checkpoints(worlds, tmp_path)
     assert [c.step for c in open_catalog(str(tmp_path / "run")).path().commits] == [41, 40]
     assert ckptrt("export", "dcp", f"{tmp_path}/run@40", tmp_path / "back").exit_code == 0
     assert worlds(2).run(dcp_load, str(tmp_path / "back")) == [[], []]
+
+
+def dcp_save_all(rank: int, world_size: int, folder: str, flat: bool) -> None:
+    model, optimizer = support_reshard.build("fsdp", seed=0)
+    support_reshard.fill(model, optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state, moments = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": state, "optimizer": moments}, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_an_optimizer_comes_along(worlds, tmp_path, flat):
+    worlds(2).run(dcp_save_all, str(tmp_path / "dcp"), flat)
+    args = ("import", "dcp", tmp_path / "dcp", tmp_path / "run", "--step", 7, "--tie", "head.weight=embedding.weight")
+    result = ckptrt(*args, "--optimizer", "optimizer:AdamW:optim")
+    assert result.exit_code == 0, result.output
+    assert "left out" not in result.stdout
+    for size, layout in ((2, "fsdp"), (2, "ddp")):
+        shutil.copytree(tmp_path / "run", tmp_path / layout)
+        for found, step in worlds(size).run(start, str(tmp_path / layout), layout, with_optimizer=True):
+            assert (found, step) == ([], 7)
+    assert "loop, rng: not in this checkpoint" in worlds(2).said(0)
+
+
+def test_what_was_exported_with_its_optimizer_comes_back(worlds, tmp_path):
+    worlds(2).run(support_reshard.save, str(tmp_path / "run"), "fsdp")
+    for format in ("torch", "dcp"):
+        assert ckptrt("export", format, f"{tmp_path}/run@3", tmp_path / format).exit_code == 0
+        args = ("import", format, tmp_path / format, tmp_path / f"{format}2", "--step", 3, "--optimizer", "optim:AdamW")
+        assert ckptrt(*args, "--tie", "head.weight=embedding.weight").exit_code == 0
+        assert held(tmp_path / f"{format}2", 3, "optim") == held(tmp_path / "run", 3, "optim")
+        pair = ("diff", f"{tmp_path}/run@3", f"{tmp_path}/{format}2@3", "--data", "--json")
+        objects = json.loads(ckptrt(*pair).stdout)["objects"]
+        assert {found["key"] for found in objects if found["rank"] == 0} == {"loop", "rng"}, json.dumps(objects)
 
 
 def test_a_training_starts_from_an_imported_model_and_resumes_as_any_other(tmp_path, monkeypatch):

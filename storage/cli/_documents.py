@@ -406,7 +406,7 @@ class Import(Document):
     incarnation: int | None  # null in a dry run
     source: str
     form: Literal["safetensors", "hf", "torch", "dcp"]
-    component: str
+    components: list[str]
     num_tensors: int
     size_bytes: int
     ties: dict[str, str]  # another name -> the tensor that it shares

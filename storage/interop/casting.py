@@ -14,6 +14,7 @@ from ckptrt.storage.shardfile import item_bytes
 __all__ = ["CAST_DTYPES", "Cast", "Loss", "cast"]
 
 CAST_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_BLOCK = 1 << 16  # elements converted at once: they stay in the processor's cache
 _FROM = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -52,23 +53,27 @@ class Cast:
         old, new = self._widths
         raw = memoryview(bytearray(len(out) // new * old))
         self._source.read_into(start // new * old, raw)
-        values = _values(np.frombuffer(raw, dtype=np.uint8), self._old)
+        values, target = np.frombuffer(raw, dtype=np.uint8), np.frombuffer(out, dtype=np.uint8)
         with np.errstate(all="ignore"):  # numpy warns of NaN, overflow and underflow: all of them are meant here
-            converted = _to_bfloat16(values) if self._new == "bfloat16" else values.astype(np.dtype(self._new))
-            self._add_loss(values, _values(converted.view(np.uint8), self._new))
-        out[:] = converted.view(np.uint8).data
+            for at in range(0, len(out) // new, _BLOCK):
+                block = _values(values[at * old : (at + _BLOCK) * old], self._old)
+                converted = _to_bfloat16(block) if self._new == "bfloat16" else block.astype(np.dtype(self._new))
+                target[at * new : (at + _BLOCK) * new] = converted.view(np.uint8)
+                self._add_loss(block, _values(converted.view(np.uint8), self._new))
 
     def _add_loss(self, values: Any, became: Any) -> None:
+        """What is subtracted are neighbours, or one is zero, so that the difference is exact in the wider dtype."""
         np = _numpy()
-        wide, loss = values.astype(np.float64), self.loss
-        finite = np.isfinite(wide)
-        loss.num_overflow += int(np.count_nonzero(finite & ~np.isfinite(became)))
-        finite &= np.isfinite(became)
-        error = np.abs(wide[finite] - became.astype(np.float64)[finite])
-        if error.any():
-            size = np.abs(wide[finite])
-            loss.max_abs = max(loss.max_abs, float(error.max()))
-            loss.max_rel = max(loss.max_rel, float((error[size > 0] / size[size > 0]).max(initial=0.0)))
+        loss = self.loss
+        error = np.abs(np.subtract(values, became, dtype=np.promote_types(values.dtype, np.float32)))
+        is_finite = np.isfinite(error)
+        if not is_finite.all():
+            loss.num_overflow += int(np.count_nonzero(np.isinf(became) & np.isfinite(values)))
+            error = np.where(is_finite, error, 0)
+        largest = float(error.max(initial=0.0))
+        if largest:
+            loss.max_abs = max(loss.max_abs, largest)
+            loss.max_rel = max(loss.max_rel, float(np.fmax.reduce(error / np.abs(values))))  # 0 / 0 is passed over
 
 
 def _values(raw: Any, dtype: str) -> Any:
@@ -90,8 +95,10 @@ def _to_bfloat16(values: Any) -> Any:
         away = np.abs(single) > np.abs(values)
         bits = np.where(inexact & ~np.isnan(values), (bits - away) | 1, bits).astype(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    quiet = (bits >> 16) | 0x40  # a NaN must not become an infinity
-    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+    is_nan = np.isnan(values)
+    if is_nan.any():
+        rounded = np.where(is_nan, (bits >> 16) | 0x40, rounded)  # a NaN must not become an infinity
+    return rounded.astype(np.uint16)
 
 
 @functools.cache

@@ -10,20 +10,22 @@ import io
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import IO, Any
 
 from ckptrt.errors import CorruptError, NotFoundError, UsageError
 from ckptrt.storage.interop.blobs import Assembled, Blob, Bytes, Named, Part, Span
 from ckptrt.storage.interop.foreign import Foreign
-from ckptrt.storage.interop.torchfile import TorchTensor, check_zip, data_range, load_plain, torch_module
-from ckptrt.storage.interop.unpickle import Chunk, Metadata, StorageInfo, TensorEntry, read_index
+from ckptrt.storage.interop.optimizer import ForeignOptimizer, read_optimizer
+from ckptrt.storage.interop.torchfile import TorchTensor, check_zip, data_range, encode_plain, load_plain, torch_module
+from ckptrt.storage.interop.unpickle import Metadata, StorageInfo, TensorEntry, read_index
 from ckptrt.storage.shardfile import item_bytes
 from ckptrt.storage.tiers import Tier, open_tier
 from ckptrt.storage.tiers.local import local_path
 
-__all__ = ["open_dcp", "save_dcp"]
+__all__ = ["open_dcp", "open_dcp_optimizer", "save_dcp"]
 
 _INDEX = ".metadata"
 _BUFFER_BYTES = 1 << 20
@@ -47,6 +49,44 @@ def open_dcp(place: str, key: str, component: str) -> Foreign:
 
     Raises UsageError, by name, if the index needs foreign code, and CorruptError for a folder that isn't whole.
     """
+    with _index(place) as (tier, index):
+        return _open(tier, index, key, component, place)
+
+
+def open_dcp_optimizer(place: str, key: str) -> ForeignOptimizer:
+    """An optimizer's state in such a folder, under `key`."""
+    with _index(place) as (tier, index):
+        prefix = _prefix(index, key, "", place)
+        infos = _infos(index)
+        tree: dict[Any, Any] = {}
+        items: list[_Item] = []
+        for name, entry in index.state_dict_metadata.items():
+            if not name.startswith(prefix):
+                continue
+            mine = _items_of(tier, name, entry, infos)
+            items += mine
+            _check_files(tier, mine)
+            value = _named(name, entry, mine) if isinstance(entry, TensorEntry) else mine[0].load()
+            _put(tree, index.planner_data[name], prefix, value)
+    if isinstance(tree.get("param_groups"), dict):
+        tree["param_groups"] = [tree["param_groups"][number] for number in sorted(tree["param_groups"])]
+    check_bytes = sum(item.length for item in items)
+    return read_optimizer(tree, place, key, encode_plain, lambda progress: _check(items, place, progress), check_bytes)
+
+
+def _put(tree: dict[Any, Any], path: tuple[Any, ...], prefix: str, value: Any) -> None:
+    """Put a value where its path leads from the prefix on."""
+    steps = list(path)
+    while prefix and steps:
+        prefix = prefix.removeprefix(f"{steps.pop(0)}.")
+    for step in steps[:-1]:
+        tree = tree.setdefault(step, {})
+    tree[steps[-1]] = value
+
+
+@contextmanager
+def _index(place: str) -> Iterator[tuple[Tier, Metadata]]:
+    """A folder's index; what contradicts itself in it is damage."""
     tier = open_tier(local_path(place))
     where = f"{place.rstrip('/')}/{_INDEX}"
     try:
@@ -54,14 +94,18 @@ def open_dcp(place: str, key: str, component: str) -> Foreign:
     except NotFoundError:
         raise NotFoundError(f"{place} is no checkpoint of torch.distributed: it has no {_INDEX}") from None
     try:
-        return _open(tier, index, key, component, place)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        yield tier, index
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptError(f"{where} is damaged: {type(error).__name__}: {error}", safe="nothing was written") from None
+
+
+def _infos(index: Metadata) -> dict[Any, StorageInfo]:
+    return {(at.fqn, at.offset or ()): info for at, info in index.storage_data.items()}
 
 
 def _open(tier: Tier, index: Metadata, key: str, component: str, place: str) -> Foreign:
     prefix = _prefix(index, key, component, place)
-    infos = {(at.fqn, at.offset or ()): info for at, info in index.storage_data.items()}
+    infos = _infos(index)
     tensors: dict[str, Named] = {}
     items: list[_Item] = []
     others: Counter[str] = Counter()
@@ -69,7 +113,7 @@ def _open(tier: Tier, index: Metadata, key: str, component: str, place: str) -> 
         if not name.startswith(prefix):
             others[name.partition(".")[0]] += 1
         elif isinstance(entry, TensorEntry):
-            mine = [_item(tier, name, entry, chunk, infos) for chunk in entry.chunks]
+            mine = _items_of(tier, name, entry, infos)
             items += mine
             tensors[name[len(prefix) :]] = _named(name, entry, mine)
         else:
@@ -103,14 +147,24 @@ def _is_flat(index: Metadata) -> bool:
     return isinstance(paths, dict) and bool(paths) and all(len(path) == 1 for path in paths.values())
 
 
-def _item(tier: Tier, name: str, entry: TensorEntry, chunk: Chunk, infos: dict[Any, StorageInfo]) -> _Item:
-    info = infos[name, tuple(chunk.offsets)]
+def _items_of(tier: Tier, name: str, entry: Any, infos: dict[Any, StorageInfo]) -> list[_Item]:
+    """The inner files of a tensor or, of a plain value, the one."""
+    if not isinstance(entry, TensorEntry):
+        return [_item(tier, name, "", (), (), infos[name, ()])]
+    return [
+        _item(tier, name, entry.dtype, tuple(c.offsets), tuple(c.sizes), infos[name, tuple(c.offsets)])
+        for c in entry.chunks
+    ]
+
+
+def _item(
+    tier: Tier, name: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: StorageInfo
+) -> _Item:
     if info.transform_descriptors:
         raise UsageError(f"{name} is stored with extensions ({info.transform_descriptors}), which can't be undone here")
     if os.path.basename(info.relative_path) != info.relative_path or info.offset < 0 or info.length < 0:
         raise ValueError(f"{name} is said to lie in {info.relative_path!r}")
-    box = Part(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), data=Bytes(b""))
-    return _Item(tier, name, entry.dtype, box, info)
+    return _Item(tier, name, dtype, Part(offsets=offsets, sizes=sizes, data=Bytes(b"")), info)
 
 
 def _named(name: str, entry: TensorEntry, items: list[_Item]) -> Named:
@@ -128,18 +182,24 @@ def _named(name: str, entry: TensorEntry, items: list[_Item]) -> Named:
 
 
 class _Item:
-    """A chunk: a torch.save file within a file, whose elements are a blob."""
+    """A torch.save file within a file: a chunk, whose elements are a blob, or (without a dtype) a plain value."""
 
     def __init__(self, tier: Tier, name: str, dtype: str, box: Part, info: StorageInfo) -> None:
         self.name, self.file, self.start, self.length = name, info.relative_path, info.offset, info.length
         self.offsets, self.sizes = box.offsets, box.sizes
-        self.size_bytes = prod(box.sizes) * item_bytes(dtype)
+        self.size_bytes = prod(box.sizes) * item_bytes(dtype) if dtype else 0
+        self.is_tensor = bool(dtype)
         self._tier = tier
         self._dtype = dtype
         self._data: Blob | None = None
 
     def open(self) -> IO[bytes]:
         return io.BufferedReader(_View(self._tier, self.file, self.start, self.length), _BUFFER_BYTES)
+
+    def load(self) -> Any:
+        """What it holds, by torch."""
+        with self.open() as stream:
+            return load_plain(stream, f"{self.file} ({self.name})")
 
     def resolve(self) -> Blob:
         """Find the elements. Where they don't lie in row-major order, they are loaded when they are read."""
@@ -163,8 +223,7 @@ class _Loaded:
 
     def read_into(self, start: int, out: memoryview) -> None:
         if self._tensor is None:
-            with self._item.open() as stream:
-                self._tensor = TorchTensor(load_plain(stream, self._item.file))
+            self._tensor = TorchTensor(self._item.load())
         self._tensor.read_into(start, out)
         if start + len(out) == self.size_bytes:
             self._tensor = None
@@ -218,5 +277,6 @@ def _check(items: list[_Item], place: str, progress: Callable[[int], None]) -> s
         with item.open() as stream:
             if not check_zip(stream, f"{place.rstrip('/')}/{item.file} ({item.name})", progress):
                 unchecked = _UNCHECKED.format(place)
-        item.resolve()
+        if item.is_tensor:
+            item.resolve()
     return unchecked

@@ -8,10 +8,13 @@ from typing import Any
 
 from ckptrt.storage.interop.blobs import Named
 
-__all__ = ["Foreign"]
+__all__ = ["Check", "Foreign", "nothing"]
+
+Check = Callable[[Callable[[int], None]], str]
 
 
-def _nothing(progress: Callable[[int], None]) -> str:
+def nothing(progress: Callable[[int], None]) -> str:
+    """The check of files without checksums that are known to have none."""
     return ""
 
 
@@ -28,7 +31,7 @@ class Foreign:
     ties: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    check: Callable[[Callable[[int], None]], str] = _nothing
+    check: Check = nothing
     check_bytes: int = 0
 
     @property

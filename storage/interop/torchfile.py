@@ -16,15 +16,16 @@ from typing import IO, Any
 
 from ckptrt.errors import CorruptError, Error, NotFoundError, UsageError
 from ckptrt.storage.interop.blobs import Image, Named
-from ckptrt.storage.interop.foreign import Foreign
+from ckptrt.storage.interop.foreign import Check, Foreign
 from ckptrt.storage.interop.inventory import Component
+from ckptrt.storage.interop.optimizer import ForeignOptimizer, read_optimizer
 from ckptrt.storage.interop.unpickle import UnpicklingError
 from ckptrt.storage.shardfile import item_bytes
 from ckptrt.storage.tiers.local import LocalTier, local_path
 
 __all__ = [
-    "TorchTensor", "check_zip", "data_range", "load_plain", "open_torch", "save_torch", "state_of", "to_torch",
-    "torch_module", "walk",
+    "TorchTensor", "check_zip", "data_range", "encode_plain", "load_plain", "open_torch", "open_torch_optimizer",
+    "save_torch", "state_of", "to_torch", "torch_module", "walk",
 ]  # fmt: skip
 
 SCRATCH = "scratch"
@@ -149,8 +150,22 @@ def open_torch(place: str, key: str, component: str) -> Foreign:
     """
     path = local_path(place)
     tree = load_plain(path, place)
-    part = _choose(tree, key, component, place)
-    return _collect(part, _others(tree, part), lambda progress: _check_file(path, place, progress), _size(path))
+    part, top = _choose(tree, key, component, place)
+    left_out = [str(name) for name in tree if name != top] if top else []
+    return _collect(part, left_out, lambda progress: _check_file(path, place, progress), _size(path))
+
+
+def open_torch_optimizer(place: str, key: str) -> ForeignOptimizer:
+    """An optimizer's state in such a file, under `key`; the file is checked by whoever opens the model in it."""
+    tree = load_plain(local_path(place), place)
+    return read_optimizer(_name_tensors(_choose(tree, key, "", place)[0], key), place, key, encode_plain)
+
+
+def encode_plain(value: Any, path: str) -> Any:
+    """A plain value as ckptrt stores it. UsageError, by path, for what it can't store."""
+    from ckptrt.adapters.objects import encode
+
+    return encode(value, path)
 
 
 def load_plain(file: Any, place: str) -> Any:
@@ -200,7 +215,8 @@ def _broken(place: str, error: Exception) -> CorruptError:
     )
 
 
-def _choose(tree: Any, key: str, component: str, place: str) -> Any:
+def _choose(tree: Any, key: str, component: str, place: str) -> tuple[Any, str]:
+    """A part of a file, and the name at the top under which it is (empty: it is all of it)."""
     if not isinstance(tree, Mapping):
         raise UsageError(f"{place} holds a {type(tree).__name__}, not a dict of tensors", safe="nothing was written")
     part: Any = tree
@@ -210,9 +226,9 @@ def _choose(tree: Any, key: str, component: str, place: str) -> Any:
             raise UsageError(f"{place} has nothing under {key!r}", safe="nothing was written", hint=f"there is {there}")
         part = part[word]
     if key or any(_is_tensor(value) for value in tree.values()):
-        return part
+        return part, key.partition(".")[0]
     if isinstance(tree.get(component), Mapping):
-        return tree[component]
+        return tree[component], component
     raise UsageError(
         f"{place} holds {', '.join(map(str, tree))}: which of them is the {component}?",
         safe="nothing was written",
@@ -224,17 +240,8 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch_module().Tensor)
 
 
-def _others(tree: Any, part: Any) -> list[str]:
-    """What else there is beside the part that was chosen."""
-    return [] if part is tree else [str(name) for name, value in tree.items() if value is not part]
-
-
-def _collect(
-    tree: Any, left_out: list[str], check: Callable[[Callable[[int], None]], str], check_bytes: int
-) -> Foreign:
+def _collect(tree: Any, left_out: list[str], check: Check, check_bytes: int) -> Foreign:
     """Tensors, ties and extra state of a tree of dicts; names are joined by dots."""
-    from ckptrt.adapters.objects import encode
-
     tensors: dict[str, Named] = {}
     ties: dict[str, str] = {}
     extra: dict[str, Any] = {}
@@ -242,7 +249,7 @@ def _collect(
     for name, value in _flat(tree, ""):
         if not _is_tensor(value):
             if name.rpartition(".")[2] == "_extra_state":
-                extra[name] = encode(value, name)
+                extra[name] = encode_plain(value, name)
             else:
                 left_out.append(name)
             continue
@@ -252,9 +259,7 @@ def _collect(
             continue
         if value.numel():
             first_of[identity] = name
-        dtype = str(value.dtype).removeprefix("torch.")
-        item_bytes(dtype)
-        tensors[name] = Named(name=name, dtype=dtype, shape=tuple(value.shape), data=TorchTensor(value))
+        tensors[name] = _named(name, value)
     return Foreign(
         tensors=tensors,
         ties=ties,
@@ -263,6 +268,24 @@ def _collect(
         check=check,
         check_bytes=check_bytes,
     )
+
+
+def _named(name: str, tensor: Any) -> Named:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    item_bytes(dtype)
+    return Named(name=name, dtype=dtype, shape=tuple(tensor.shape), data=TorchTensor(tensor))
+
+
+def _name_tensors(tree: Any, name: str) -> Any:
+    """The same tree with its tensors as `Named`."""
+    if _is_tensor(tree):
+        _identity(name, tree)
+        return _named(name, tree)
+    if isinstance(tree, Mapping):
+        return {key: _name_tensors(value, f"{name}.{key}") for key, value in tree.items()}
+    if type(tree) is list:
+        return [_name_tensors(value, f"{name}.{number}") for number, value in enumerate(tree)]
+    return tree
 
 
 def _flat(tree: Any, prefix: str) -> Iterable[tuple[str, Any]]:
