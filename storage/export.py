@@ -1,31 +1,32 @@
 """A checkpoint written as files of another format: safetensors (as Hugging Face lays them out), torch.save, or DCP.
 
-plan_export() reads what is needed to say what will be written; export() writes it. Every byte of the checkpoint is
-compared with its digest before it is written, and what was written is read again. Memory is bounded by some pieces of
-a few MiB, but for 8-bit weights, of which one tensor at a time is in memory.
+plan_export() says what will be written, check_source() reads all that it takes, and export() does both and writes. So
+damage is found before the first byte is written; each byte is compared with its digest once more as it is written, and
+what was written is read again. Memory is bounded by some pieces of a few MiB, but for 8-bit weights, of which one
+tensor at a time is in memory.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ckptrt.errors import MismatchError, NotFoundError, StorageError, UsageError
-from ckptrt.storage.interop.blobs import Image, Named, Span, digest
+from ckptrt.storage.interop.blobs import Assembled, Blob, DigestedImage, Named, Span, digest, read_through
 from ckptrt.storage.interop.casting import CAST_DTYPES, Cast, Loss, cast
 from ckptrt.storage.interop.inventory import Component, Inventory
 from ckptrt.storage.interop.names import rename
 from ckptrt.storage.interop.output import NOTE, Output
 from ckptrt.storage.interop.quant import DEFAULT_SKIP, index_metadata, is_weight, plain_metadata, quantise
-from ckptrt.storage.interop.tensorfile import INDEX, File, deal_out, index_text, lacks, read_header
+from ckptrt.storage.interop.tensorfile import INDEX, File, check_names, deal_out, index_text, lacks, read_header
 from ckptrt.storage.tiers.local import LocalTier, local_path
 
 __all__ = [
     "CAST_DTYPES", "DEFAULT_SKIP", "ExportOptions", "ExportPlan", "ExportResult", "Format", "Inventory", "Loss",
-    "Output", "export", "plan_export",
+    "Output", "check_source", "export", "plan_export",
 ]  # fmt: skip
 
 Format = Literal["safetensors", "hf", "torch", "dcp"]
@@ -41,9 +42,9 @@ class ExportOptions:
     """How to export.
 
     components: which parts of the state; empty: the model (for torch and dcp, the optimizers too). dtype: floating
-    tensors of the model are cast to this (torch's name); empty: none is. quant: int8 makes linear weights 8-bit
-    integers, but for names in which `quant_skip` is found. rules: other names, as for --map. config: a folder whose
-    small files go along.
+    tensors of all but optimizers are cast to this (torch's name); empty: none is. quant: int8 makes linear weights
+    8-bit integers, but for names in which `quant_skip` is found. rules: other names, as for --map. config: a folder
+    whose small files go along.
     """
 
     format: Format
@@ -73,6 +74,16 @@ class ExportPlan:
     def size_bytes(self) -> int:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
+    @property
+    def sources(self) -> list[Blob]:
+        """What is read of the checkpoint, but for weights that become 8-bit, which the plan has read."""
+        blobs = (t.data.source if isinstance(t.data, Cast) else t.data for t in self.tensors.values())
+        return [blob for blob in blobs if isinstance(blob, Assembled)]
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(blob.size_bytes for blob in self.sources)
+
 
 @dataclass(slots=True, kw_only=True)
 class ExportResult:
@@ -86,20 +97,16 @@ def plan_export(inventory: Inventory, options: ExportOptions) -> ExportPlan:
     """See what an export would write. Reads receipts, plain data, and weights that are to become 8-bit.
 
     Raises UsageError for options that don't go together or a component that isn't there, MismatchError for names that
-    no rule fits, and CorruptError for a checkpoint that is damaged where it was read.
+    no rule fits or that the format can't hold, and CorruptError for a checkpoint that is damaged where it was read.
     """
     _check_options(options)
-    config_files = _config_files(options.config)
-    names = options.components or _default_components(inventory, options.format)
-    components = tuple(inventory.component(name) for name in names)
+    names = tuple(dict.fromkeys(options.components)) or _default_components(inventory, options.format)
+    components = tuple(_cast(inventory.component(name), options.dtype) for name in names)
     left_out = [f"component {name}" for name in inventory.names if name not in names]
+    config_files = _config_files(options.config, left_out)
     warnings = [f"{key} differs between ranks: rank 0's is taken" for c in components for key in c.differing]
     if options.format not in _TENSOR_FILES:
-        tensors = {
-            tensor.name: cast(tensor, options.dtype) if options.dtype and component.is_module else tensor
-            for component in components
-            for tensor in component.tensors.values()
-        }
+        tensors = {tensor.name: tensor for component in components for tensor in component.tensors.values()}
         files: list[File] = []
         losses: dict[str, Loss] = {}
     else:
@@ -117,12 +124,18 @@ def plan_export(inventory: Inventory, options: ExportOptions) -> ExportPlan:
     )
 
 
+def check_source(plan: ExportPlan, progress: Progress) -> None:
+    """Compare all that will be read of the checkpoint with its digests. Raises CorruptError if it is damaged."""
+    read_through(plan.sources, progress)
+
+
 def export(plan: ExportPlan, output: Output, facts: dict[str, Any], progress: Progress) -> ExportResult:
     """Write what the plan says, check it, and give it its place. facts: what the note beside the files says.
 
-    progress: called with bytes written and, once more, checked. Raises CorruptError if the checkpoint is damaged; then
-    nothing has appeared at the output's place.
+    progress: called with bytes checked, written and, once more, checked. Raises CorruptError if the checkpoint is
+    damaged; then nothing was written, or (if the damage came about meanwhile) has appeared at the output's place.
     """
+    check_source(plan, progress)
     result = ExportResult(losses=dict(plan.losses))
     if plan.options.format in _TENSOR_FILES:
         _write_tensor_files(plan, output, result, progress)
@@ -134,8 +147,9 @@ def export(plan: ExportPlan, output: Output, facts: dict[str, Any], progress: Pr
     if plan.options.format == "torch":
         output.publish(_TORCH_FILE)
         return result
+    config = LocalTier(plan.options.config or ".")
     for name in plan.config_files:
-        image = Image([Span(LocalTier(plan.options.config), name, 0, LocalTier(plan.options.config).size(name))])
+        image = DigestedImage([Span(config, name, 0, config.size(name))])
         output.tier.write(name, image, image.size_bytes)
         result.files[name] = image.size_bytes, image.xxh3
     noted = {name: {"size_bytes": size, "xxh3": xxh3} for name, (size, xxh3) in result.files.items()}
@@ -173,19 +187,31 @@ def _default_components(inventory: Inventory, format: Format) -> tuple[str, ...]
     return chosen
 
 
-def _config_files(folder: str) -> tuple[str, ...]:
+def _config_files(folder: str, left_out: list[str]) -> tuple[str, ...]:
     """The files of a model's folder besides its weights."""
     if not folder:
         return ()
     if not os.path.isdir(local_path(folder)):
         raise NotFoundError(f"--config {folder} is no directory", safe="nothing was written")
-    there = [entry.name for entry in LocalTier(folder).list("") if not entry.is_folder]
-    return tuple(n for n in there if not n.startswith(".") and not n.endswith(_WEIGHTS) and n != NOTE)
+    there = [entry for entry in LocalTier(folder).list("") if not entry.name.startswith(".")]
+    left_out += [f"folder {entry.name} of --config" for entry in there if entry.is_folder]
+    names = [entry.name for entry in there if not entry.is_folder]
+    return tuple(name for name in names if not name.endswith(_WEIGHTS) and name != NOTE)
+
+
+def _cast(component: Component, dtype: str) -> Component:
+    """The component in another dtype, but for an optimizer, whose state wasn't asked for."""
+    if not dtype or component.is_optimizer:
+        return component
+    return replace(component, tensors={name: cast(tensor, dtype) for name, tensor in component.tensors.items()})
 
 
 def _tensor_files(
     components: tuple[Component, ...], options: ExportOptions, left_out: list[str], warnings: list[str]
 ) -> tuple[list[File], dict[str, Loss]]:
+    empty = [component.name for component in components if not component.tensors]
+    if empty:
+        raise UsageError(f"there are no tensors in {empty[0]}", hint="the format torch holds plain data too")
     several = len(components) > 1
     named: dict[str, Named] = {}
     ties: dict[str, str] = {}
@@ -203,13 +229,16 @@ def _tensor_files(
     _check_dtypes(tensors, options.format, warnings)
     # A tie whose tensor was dropped goes with it; the user has said so.
     aliases = {new: new_of[ties[old]] for new, old in renaming.names.items() if old in ties and ties[old] in new_of}
-    groups, texts, losses = _groups(tensors, options)
+    check_names((tensor.name for tensor in tensors), aliases)
+    groups, texts, losses = _groups(tensors, options, frozenset(aliases.values()))
     files = deal_out(groups, options.max_shard_bytes)
+    aliases_of: defaultdict[str, list[str]] = defaultdict(list)
+    for alias, kept in aliases.items():
+        aliases_of[kept].append(alias)
     for file in files:
-        there = {tensor.name for tensor in file.tensors}
-        file.ties = {alias: kept for alias, kept in aliases.items() if kept in there}
-        if texts:
-            mine = {name: text for name, (first, text) in texts.items() if first in there and "." in name}
+        file.ties = {alias: tensor.name for tensor in file.tensors for alias in aliases_of.get(tensor.name, ())}
+        if options.quant:
+            mine = dict(texts[tensor.name] for tensor in file.tensors if tensor.name in texts)
             file.metadata = {**mine, "tensor_names": index_metadata(list(mine))}
     return files, losses
 
@@ -226,21 +255,24 @@ def _check_dtypes(tensors: list[Named], format: Format, warnings: list[str]) -> 
 
 
 def _groups(
-    tensors: list[Named], options: ExportOptions
+    tensors: list[Named], options: ExportOptions, shared: frozenset[str]
 ) -> tuple[list[list[Named]], dict[str, tuple[str, str]], dict[str, Loss]]:
-    """Tensors as they will be written; with --quant what the headers say of each, and its first part's name."""
+    """Tensors as they will be written; with --quant what the headers say of each, by its first part's name.
+
+    shared: names of tensors that have other names too: embeddings in most cases, and those must find them.
+    """
     groups: list[list[Named]] = []
     texts: dict[str, tuple[str, str]] = {}
     losses: dict[str, Loss] = {}
     for tensor in tensors:
-        if options.quant and is_weight(tensor, options.quant_skip):
+        if options.quant and tensor.name not in shared and is_weight(tensor, options.quant_skip):
             found = quantise(tensor)
             groups.append(found.tensors)
             losses[tensor.name] = found.loss
-            texts[tensor.name] = found.tensors[0].name, found.metadata
+            texts[found.tensors[0].name] = tensor.name, found.metadata
             continue
-        groups.append([cast(tensor, options.dtype) if options.dtype else tensor])
-        if options.quant:
+        groups.append([tensor])
+        if options.quant and "." in tensor.name:  # torchao looks for a module's name before the dot
             texts[tensor.name] = tensor.name, plain_metadata()
     return groups, texts, losses
 
@@ -250,7 +282,7 @@ def _groups(
 
 def _write_tensor_files(plan: ExportPlan, output: Output, result: ExportResult, progress: Progress) -> None:
     for file in plan.files:
-        image = Image(file.blobs(), progress)
+        image = DigestedImage(file.blobs(), progress)
         output.tier.write(file.name, image, image.size_bytes)
         result.files[file.name] = image.size_bytes, image.xxh3
     if len(plan.files) > 1:
@@ -277,8 +309,9 @@ def _write_torch(plan: ExportPlan, output: Output, result: ExportResult, progres
     digests = {id(tensor): xxh3 for tensor, xxh3 in tensors.values()}
     wanted = [digests[id(tensor)] for tensor in torchfile.walk(state)]
     if plan.options.format == "torch":
-        torchfile.save_torch(state, f"{output.folder}/{_TORCH_FILE}")
-        there = torchfile.walk(torchfile.load_plain(f"{output.folder}/{_TORCH_FILE}", output.path))
+        path = f"{output.folder}/{_TORCH_FILE}"
+        result.files[_TORCH_FILE] = torchfile.save_torch(state, path)
+        there = torchfile.walk(torchfile.load_plain(path, output.path))
         found = [digest(torchfile.TorchTensor(tensor), progress) for tensor in there]
     else:
         dcp.save_dcp(state, output.folder)
@@ -290,7 +323,8 @@ def _write_torch(plan: ExportPlan, output: Output, result: ExportResult, progres
     output.tier.delete(torchfile.SCRATCH)
     for name in sorted(_files_of(output.tier)):
         output.sync(name)
-        result.files[name] = output.tier.size(name), digest(Span(output.tier, name, 0, output.tier.size(name)))
+        if name not in result.files:
+            result.files[name] = output.tier.size(name), digest(Span(output.tier, name, 0, output.tier.size(name)))
 
 
 def _files_of(tier: LocalTier) -> Iterator[str]:

@@ -124,8 +124,11 @@ def plan_import(
     checked. Raises MismatchError for names that no rule fits, for tied tensors that differ and for an optimizer of
     other parameters, and CorruptError for damage.
     """
-    for name in (component, *(optimizer[1:2] if optimizer else ())):
+    names = [component, *(optimizer[1:2] if optimizer else ())]
+    for name in names:
         _check_name(name)
+    if len(set(names)) != len(names):
+        raise UsageError(f"model and optimizer can't both be called {component!r}", safe="nothing was written")
     renaming = rename([*source.tensors, *source.ties, *source.extra], rules)
     new_of = {old: new for new, old in renaming.names.items()}
     pairs = renaming.names.items()
@@ -157,7 +160,11 @@ def plan_import(
 
 def _check_name(component: str) -> None:
     if not component or component == "rng" or "/" in component:
-        raise UsageError(f"{component!r} can't be the name of a component", hint="use its name in ckptrt.init()")
+        raise UsageError(
+            f"{component!r} can't be the name of a component",
+            safe="nothing was written",
+            hint="use its name in ckptrt.init()",
+        )
 
 
 def _tie(tensors: dict[str, Named], ties: dict[str, str], tied: Sequence[str]) -> None:
@@ -179,6 +186,8 @@ def _facts(tensor: Named) -> tuple[str, tuple[int, ...], str]:
 
 def check_target(url: str, step: int) -> None:
     """UsageError if the run at `url` (if there is one) can't take a checkpoint of that step."""
+    if layout.parse_commit_name(layout.commit_name(CommitId(step, 1))) is None:
+        raise UsageError(f"{step} is too large for a step", safe="nothing was written")
     catalog = Catalog(open_tier(url))
     try:
         catalog.open_run()

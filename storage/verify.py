@@ -15,6 +15,7 @@ from itertools import islice
 from math import prod
 
 from ckptrt.errors import CorruptError, NotFoundError, UsageError, VersionError
+from ckptrt.storage.boxes import overlap
 from ckptrt.storage.catalog import Catalog, CommitInfo
 from ckptrt.storage.checkpoint import Checkpoint
 from ckptrt.storage.layout import DATA, RUN, CommitId, commit_name, fence_name, pin_name, receipt_name
@@ -280,31 +281,10 @@ def _cover_problem(regions: list[TensorRecord]) -> str:
         return "has more than one shape or dtype"
     filled = [region for region in regions if prod(region.sizes)]
     # Of regions inside the shape that don't overlap, the sum tells whether they leave anything out.
-    if _overlap(filled):
+    if overlap(filled):
         return "has regions that overlap"
     count, total = sum(prod(region.sizes) for region in filled), prod(first.shape)
     return "" if count == total else f"has {count} of its {total} elements"
-
-
-def _overlap(regions: list[TensorRecord]) -> bool:
-    if len(regions) < 2:
-        return False
-    dims = range(len(regions[0].shape))
-    if not dims:
-        return True
-    # Sweep along the dimension that is cut most often: few regions are then open at a time.
-    axis = max(dims, key=lambda d: len({region.offsets[d] for region in regions}))
-    opened: list[TensorRecord] = []
-    for region in sorted(regions, key=lambda region: region.offsets[axis]):
-        opened = [o for o in opened if o.offsets[axis] + o.sizes[axis] > region.offsets[axis]]
-        if any(_boxes_meet(other, region) for other in opened):
-            return True
-        opened.append(region)
-    return False
-
-
-def _boxes_meet(a: TensorRecord, b: TensorRecord) -> bool:
-    return all(x < y + n and y < x + m for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
 
 
 # --- data

@@ -200,9 +200,9 @@ def test_a_tensor_is_assembled_from_any_boxes_as_numpy_does_it():
         tensor.read_into(start, out)
         assert bytes(out) == whole.tobytes()[start : start + len(out)]
         held = [part for part in parts if part.data.size_bytes]
-        lacking = Assembled("x", "uint8", shape, held[1:])
-        with pytest.raises(CorruptError, match="x isn't whole"):
-            lacking.read_into(0, memoryview(bytearray(whole.size)))
+        for wrong in (held[1:], [*held, held[0]]):
+            with pytest.raises(CorruptError, match="x isn't whole"):
+                Assembled("x", "uint8", shape, wrong)
 
 
 # --- never a part, never damage
@@ -455,8 +455,10 @@ def test_a_cast_is_told_with_the_largest_error(tmp_path):
     assert set(losses) == {"a", "b"}
     assert losses["b"]["num_overflow"] == 1
     assert losses["a"]["max_abs"] == float(exact.double() - exact.half().double())
-    told = ckptrt("export", "hf", f"{tmp_path}/run@1", tmp_path / "out2", "--dtype", "fp16").stdout
-    assert "1 value of b became infinite" in told and "in a" in told
+    told = ckptrt("export", "hf", f"{tmp_path}/run@1", tmp_path / "out2", "--dtype", "fp16")
+    assert "in a" in told.stdout and "1 value of b became infinite in float16" in told.stderr
+    quiet = ckptrt("export", "hf", f"{tmp_path}/run@1", tmp_path / "out3", "--dtype", "fp16", "-q")
+    assert quiet.stdout == "model.safetensors\n" and "b became infinite" in quiet.stderr
     assert load_folder(tmp_path / "out")["n"].dtype == torch.int64
 
 

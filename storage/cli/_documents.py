@@ -394,6 +394,7 @@ class Export(Document):
     files: list[ExportFile]
     left_out: list[str]
     warnings: list[str]
+    quantised: list[str]  # tensors that were made 8-bit; all others weren't
     losses: list[ExportLoss]  # of tensors that were cast or made 8-bit, the largest relative error first
     dry_run: bool
 

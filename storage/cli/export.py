@@ -8,8 +8,8 @@ from typing import get_args
 
 import click
 
-from ckptrt.errors import NoCheckpointError
-from ckptrt.storage.catalog import Catalog, CommitId, open_catalog
+from ckptrt.errors import CorruptError, NotFoundError
+from ckptrt.storage.catalog import Catalog, CommitInfo, open_catalog
 from ckptrt.storage.checkpoint import Checkpoint
 from ckptrt.storage.cli import _documents, _output
 from ckptrt.storage.cli._settings import ParamType, Settings, common_options, complete_place, pass_settings
@@ -23,6 +23,7 @@ from ckptrt.storage.export import (
     Inventory,
     Loss,
     Output,
+    check_source,
     export,
     plan_export,
 )
@@ -62,7 +63,9 @@ class Size(ParamType[int]):
 @click.argument("source", metavar="[URL@]STEP|latest", shell_complete=complete_place)
 @click.argument("out", metavar="OUT", type=click.Path())
 @click.option("--component", "components", multiple=True, help="Which part of the state; may be given several times.")
-@click.option("--dtype", type=click.Choice(list(CAST_DTYPES)), help="Cast the model's floating tensors to this.")
+@click.option(
+    "--dtype", type=click.Choice(list(CAST_DTYPES)), help="Cast floating tensors to this, but those of optimizers."
+)
 @click.option("--quant", type=click.Choice(["int8"]), help="Linear weights as 8-bit integers (needs ckptrt[quant]).")
 @click.option(
     "--quant-skip", metavar="REGEX", default=DEFAULT_SKIP, show_default=True,
@@ -72,7 +75,7 @@ class Size(ParamType[int]):
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Bytes of tensors in a file.")
 @click.option("--config", metavar="DIR", default="", help="Copy the files of DIR that are no weights along.")
 @click.option("--force", is_flag=True, help="Replace an earlier export, if nothing else is there.")
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would be written and write nothing.")
+@click.option("-n", "--dry-run", is_flag=True, help="Check the source, say what would be written, and write nothing.")
 @common_options
 @pass_settings
 def command(
@@ -94,9 +97,9 @@ def command(
     folder of torch.distributed.checkpoint (dcp).
 
     Without --component, safetensors and hf take the model, torch and dcp the optimizers too. Nothing is cast or left
-    out without being told. Every byte is compared with its digest before it is written and read again afterwards; OUT
-    appears when all is well, or not at all. --map is a regular expression for whole names, of which \1 is a group;
-    FROM= drops a tensor, and a name that no rule fits is an error.
+    out without being told. All that is taken is compared with its digests before the first byte is written, and what
+    was written is read again; OUT appears when all is well, or not at all. --map is a regular expression for whole
+    names, of which \1 is a group; FROM= drops a tensor, and a name that no rule fits is an error.
     """
     where = settings.target(source)
     catalog = open_catalog(where.url)
@@ -114,24 +117,38 @@ def command(
     with Output(out, is_file=format == "torch", force=force) as output, Inventory(checkpoint) as inventory:
         plan = plan_export(inventory, options)
         result = None
-        if not dry_run:
-            with _output.progress("exporting", 2 * plan.size_bytes) as advance:
+        total = plan.source_bytes + (0 if dry_run else 2 * plan.size_bytes)
+        with _output.progress("checking" if dry_run else "exporting", total) as advance:
+            if dry_run:
+                check_source(plan, advance)
+            else:
                 result = export(plan, output, _facts(catalog, checkpoint, options, plan), advance)
-    for warning in plan.warnings:
-        _output.warn(warning)
     document = _document(where.url, out, checkpoint, options, plan, result)
+    for warning in document.warnings:
+        _output.warn(warning)
     _output.emit(document, lambda: _print(document), (file.name for file in document.files))
 
 
-def _chosen(catalog: Catalog, step: int | None) -> CommitId:
+def _chosen(catalog: Catalog, step: int | None) -> CommitInfo:
+    """The checkpoint that was asked for, whole as far as names, sizes and metadata tell."""
     if step is not None:
-        return catalog.find(step)
-    newest = catalog.newest_good().commit
-    if newest is None:
-        raise NoCheckpointError(
-            f"{catalog.tier.url} has no checkpoint that is whole", hint="`ckptrt ls` shows what there is"
+        found = catalog.examine(catalog.find(step))
+        if found.state == "damaged":
+            raise CorruptError(
+                found.reason, safe="nothing was written", hint="`ckptrt verify` names the newest good step"
+            )
+        return found
+    selection = catalog.newest_good()
+    for passed in selection.skipped:
+        _output.warn(f"step {passed.step} is passed over: {passed.reason}")
+    if selection.commit is None:
+        kind = CorruptError if selection.skipped else NotFoundError
+        raise kind(
+            f"{catalog.tier.url} has no checkpoint that is whole",
+            safe="nothing was written",
+            hint="`ckptrt ls` shows what there is",
         )
-    return newest.id
+    return selection.commit
 
 
 def _facts(catalog: Catalog, checkpoint: Checkpoint, options: ExportOptions, plan: ExportPlan) -> dict[str, object]:
@@ -178,10 +195,19 @@ def _document(
         size_bytes=plan.size_bytes,
         files=written,
         left_out=list(plan.left_out),
-        warnings=list(plan.warnings),
+        warnings=[*plan.warnings, *_overflows(ranked, options.dtype)],
+        quantised=list(plan.losses),
         losses=[_loss(name, loss) for name, loss in ranked],
         dry_run=result is None,
     )
+
+
+def _overflows(losses: list[tuple[str, Loss]], dtype: str) -> list[str]:
+    """Sentences about values that were too large for the new dtype."""
+    found = [(name, loss.num_overflow) for name, loss in losses if loss.num_overflow]
+    texts = [f"{_output.count(number, 'value')} of {name} became infinite in {dtype}" for name, number in found]
+    more = len(texts) - _SHOWN_MAX
+    return [*texts[:_SHOWN_MAX], f"and values of {more} more tensors"] if more > 0 else texts
 
 
 def _loss(name: str, loss: Loss) -> _documents.ExportLoss:
@@ -196,6 +222,8 @@ def _print(document: _documents.Export) -> None:
         click.echo(f"left out   {name}")
     if len(document.left_out) > _SHOWN_MAX:
         click.echo(f"left out   and {len(document.left_out) - _SHOWN_MAX} more")
+    if document.quantised:
+        click.echo(f"8-bit      {count(len(document.quantised), 'weight')}, such as {document.quantised[0]}")
     if document.losses:
         worst = document.losses[0]
         largest = max(loss.max_abs for loss in document.losses)
@@ -203,9 +231,6 @@ def _print(document: _documents.Export) -> None:
             f"loss       {count(len(document.losses), 'tensor')}: max abs. error {largest:.2g}, max rel. error "
             f"{worst.max_rel:.2g}, in {worst.key}"
         )
-        overflown = [loss for loss in document.losses if loss.num_overflow]
-        for loss in overflown[:_SHOWN_MAX]:
-            click.echo(f"loss       {count(loss.num_overflow, 'value')} of {loss.key} became infinite")
     files = f"{count(len(document.files), 'file')}, " if document.files else ""
     sizes = f"{files}{count(document.num_tensors, 'tensor')}, {_output.size(document.size_bytes)}"
     if document.dry_run:

@@ -13,10 +13,14 @@ from typing import Protocol
 import xxhash
 
 from ckptrt.errors import CorruptError
+from ckptrt.storage.boxes import overlap
 from ckptrt.storage.shardfile import item_bytes
 from ckptrt.storage.tiers import Tier
 
-__all__ = ["PIECE_BYTES", "Assembled", "Blob", "Bytes", "Image", "Named", "Part", "Span", "digest"]
+__all__ = [
+    "PIECE_BYTES", "Assembled", "Blob", "Bytes", "Digested", "DigestedImage", "Image", "Named", "Part", "Span",
+    "digest", "read_through",
+]  # fmt: skip
 
 PIECE_BYTES = 8 << 20  # one write; two digest chunks
 
@@ -80,21 +84,33 @@ class Part:
 
 
 class Assembled:
-    """A tensor put together from boxes that cover it: how ranks sharded it, evenly or not."""
+    """A tensor put together from boxes: how ranks sharded it, evenly or not.
+
+    CorruptError if the boxes aren't all of it, each element once.
+    """
 
     def __init__(self, what: str, dtype: str, shape: tuple[int, ...], parts: Sequence[Part]) -> None:
-        self._what = what
         width = item_bytes(dtype)
         self.size_bytes = prod(shape) * width
-        boxes = (_Box(shape, part, width) for part in parts if prod(part.sizes))
-        self._boxes = sorted(boxes, key=lambda box: box.base)
+        filled = [part for part in parts if prod(part.sizes)]
+        count = sum(prod(part.sizes) for part in filled)
+        is_inside = all(
+            at >= 0 and size > 0 and at + size <= whole
+            for part in filled
+            for at, size, whole in zip(part.offsets, part.sizes, shape, strict=True)
+        )
+        # Of boxes inside the shape that don't overlap, the sum tells whether they leave anything out.
+        if count != prod(shape) or not is_inside or overlap(filled):
+            raise CorruptError(
+                f"{what} isn't whole: its parts ({count} elements) aren't {list(shape)}, each element once",
+                safe="nothing was written",
+            )
+        self._boxes = sorted((_Box(shape, part, width) for part in filled), key=lambda box: box.base)
 
     def read_into(self, start: int, out: memoryview) -> None:
-        filled = sum(box.copy_to(start, out) for box in self._boxes if box.touches(start, start + len(out)))
-        if filled != len(out):
-            raise CorruptError(
-                f"{self._what} isn't whole: of its bytes {start} to {start + len(out) - 1} the parts hold {filled}"
-            )
+        for box in self._boxes:
+            if box.touches(start, start + len(out)):
+                box.copy_to(start, out)
 
 
 class _Box:
@@ -121,55 +137,64 @@ class _Box:
             at += index * stride
         return at
 
-    def copy_to(self, start: int, out: memoryview) -> int:
-        """Copy what of the whole tensor's bytes from `start` on lies in this box, and say how much."""
+    def copy_to(self, start: int, out: memoryview) -> None:
+        """Copy what of the whole tensor's bytes from `start` on lies in this box."""
         end, length = start + len(out), self._length
         if self._num_runs == 1:
             low, high = max(start, self.base), min(end, self._end)
             self._data.read_into(low - self.base, out[low - start : high - start])
-            return high - low
+            return
         first = max(bisect_right(range(self._num_runs), start, key=self._start) - 1, 0)
         last = bisect_right(range(self._num_runs), end - 1, key=self._start)
         block = memoryview(bytearray((last - first) * length))
         self._data.read_into(first * length, block)
-        copied = 0
         for run in range(first, last):
             at = self._start(run)
             low, high = max(start, at), min(end, at + length)
             if low < high:
                 source = (run - first) * length + low - at
                 out[low - start : high - start] = block[source : source + high - low]
-                copied += high - low
-        return copied
+
+
+class Digested:
+    """A blob that is read from its first byte to its last; then `xxh3` has its xxh3-128."""
+
+    def __init__(self, blob: Blob) -> None:
+        self._blob = blob
+        self._hash = xxhash.xxh3_128()
+        self.size_bytes = blob.size_bytes
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        if start == 0:
+            self._hash = xxhash.xxh3_128()
+        self._blob.read_into(start, out)
+        self._hash.update(out)
+
+    @property
+    def xxh3(self) -> str:
+        return self._hash.hexdigest()
 
 
 class Image:
     """A file made of blobs, one after another, as pieces for a tier; the next piece is made while one is written.
 
-    Once all pieces have passed, `digests` has xxh3-128 of each blob and `xxh3` that of all. progress: called with bytes
-    made.
+    progress: called with bytes made.
     """
 
     def __init__(self, blobs: Sequence[Blob], progress: Callable[[int], None] | None = None) -> None:
         self._blobs = blobs
         self._progress = progress
         self.size_bytes = sum(blob.size_bytes for blob in blobs)
-        self.digests: list[str] = []
-        self.xxh3 = ""
 
     def __iter__(self) -> Iterator[memoryview]:
-        self.digests = []
-        whole = xxhash.xxh3_128()
         made = self._pieces()
         with ThreadPoolExecutor(1, thread_name_prefix="ckptrt-interop") as reader:
             ahead = reader.submit(next, made, None)
             while (piece := ahead.result()) is not None:
                 ahead = reader.submit(next, made, None)
-                whole.update(piece)
                 yield piece
                 if self._progress is not None:
                     self._progress(len(piece))
-        self.xxh3 = whole.hexdigest()
 
     def _pieces(self) -> Iterator[memoryview]:
         # Page-aligned, so that a local disk takes them as they are. One is written while the other is filled.
@@ -177,25 +202,40 @@ class Image:
         buffers = [memoryview(mmap.mmap(-1, size_bytes)) for _ in range(2)]
         number, filled = 0, 0
         for blob in self._blobs:
-            digest = xxhash.xxh3_128()
             done = 0
             while done < blob.size_bytes:
                 count = min(blob.size_bytes - done, size_bytes - filled)
-                part = buffers[number % 2][filled : filled + count]
-                blob.read_into(done, part)
-                digest.update(part)
+                blob.read_into(done, buffers[number % 2][filled : filled + count])
                 done, filled = done + count, filled + count
                 if filled == size_bytes:
                     yield buffers[number % 2]
                     number, filled = number + 1, 0
-            self.digests.append(digest.hexdigest())
         if filled:
             yield buffers[number % 2][:filled]
 
 
+class DigestedImage(Image):
+    """An image that, once all pieces have passed, has its xxh3-128 in `xxh3`."""
+
+    xxh3 = ""
+
+    def __iter__(self) -> Iterator[memoryview]:
+        whole = xxhash.xxh3_128()
+        for piece in super().__iter__():
+            whole.update(piece)
+            yield piece
+        self.xxh3 = whole.hexdigest()
+
+
+def read_through(blobs: Sequence[Blob], progress: Callable[[int], None]) -> None:
+    """Read all bytes and drop them: what is damaged raises CorruptError."""
+    for _ in Image(blobs, progress):
+        pass
+
+
 def digest(blob: Blob, progress: Callable[[int], None] | None = None) -> str:
     """xxh3-128 of all its bytes."""
-    image = Image([blob], progress)
+    image = DigestedImage([blob], progress)
     for _ in image:
         pass
     return image.xxh3

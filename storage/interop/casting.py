@@ -41,7 +41,7 @@ class Cast:
 
     def __init__(self, source: Blob, old: str, new: str) -> None:
         _numpy()
-        self._source = source
+        self.source = source
         self._old, self._new = old, new
         self._widths = item_bytes(old), item_bytes(new)
         self.size_bytes = source.size_bytes // self._widths[0] * self._widths[1]
@@ -52,7 +52,7 @@ class Cast:
         np = _numpy()
         old, new = self._widths
         raw = memoryview(bytearray(len(out) // new * old))
-        self._source.read_into(start // new * old, raw)
+        self.source.read_into(start // new * old, raw)
         values, target = np.frombuffer(raw, dtype=np.uint8), np.frombuffer(out, dtype=np.uint8)
         with np.errstate(all="ignore"):  # numpy warns of NaN, overflow and underflow: all of them are meant here
             for at in range(0, len(out) // new, _BLOCK):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,16 @@ class Component:
 
     @property
     def is_module(self) -> bool:
-        return self.data is None or (isinstance(self.data, dict) and bool(self.data) and set(self.data) <= _MODULE)
+        return self.data is None or _is_modules(self.data, self.tensors)
+
+
+def _is_modules(data: Any, tensors: Mapping[str, Named]) -> bool:
+    """Whether plain data are what the adapter of modules stores, and not a dict of the user's that looks like it."""
+    if not isinstance(data, dict) or not data or not set(data) <= _MODULE:
+        return False
+    ties, extra = data.get("ties", {}), data.get("extra", {})
+    has_ties = isinstance(ties, dict) and all(isinstance(kept, str) and kept in tensors for kept in ties.values())
+    return has_ties and isinstance(extra, dict)
 
 
 class Inventory:
@@ -121,7 +130,7 @@ class Inventory:
         data = _tree(name, texts[0])
         if any(text != texts[0] for text in texts):
             differing.append(f"{name} (plain data)")
-        ties = dict(data.get("ties", {})) if isinstance(data, dict) and set(data) <= _MODULE else {}
+        ties = data.get("ties", {}) if _is_modules(data, tensors) else {}
         return Component(name=name, tensors=tensors, data=data, ties=ties, differing=tuple(differing))
 
     def _add(self, rank: int, shard: ShardRecord, tensor: TensorRecord) -> None:

@@ -12,6 +12,7 @@ from ckptrt.errors import MismatchError, UsageError
 __all__ = ["Renaming", "rename"]
 
 _SHOWN_MAX = 12
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which no file can hold
 _Rule = Callable[[str], str | None]
 
 
@@ -38,7 +39,7 @@ def rename(names: Iterable[str], rules: Sequence[str]) -> Renaming:
     """
     names = list(names)
     if not rules:
-        return Renaming(names={name: name for name in names})
+        return Renaming(names=_checked({name: name for name in names}))
     parsed = [(text, _parse(text)) for text in rules]
     found: dict[str, str] = {}
     dropped: list[str] = []
@@ -61,7 +62,14 @@ def rename(names: Iterable[str], rules: Sequence[str]) -> Renaming:
     if clashes:
         raise _refused(f"--map gives {len(clashes)} names twice", clashes)
     unused = tuple(text for text, _ in parsed if text not in used)
-    return Renaming(names=found, dropped=tuple(dropped), unused=unused)
+    return Renaming(names=_checked(found), dropped=tuple(dropped), unused=unused)
+
+
+def _checked(names: dict[str, str]) -> dict[str, str]:
+    bad = [name for name in names if _SURROGATE.search(name)]
+    if bad:
+        raise _refused(f"{len(bad)} names are no text", [ascii(name) for name in bad])
+    return names
 
 
 def _apply(rules: Sequence[tuple[str, _Rule]], name: str) -> tuple[str, str | None]:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import secrets
 import stat
 from typing import Any
 
-from ckptrt.errors import ExistsError, NotFoundError, UsageError
+from ckptrt.errors import ExistsError, NotFoundError, StorageError, UsageError
 from ckptrt.storage.tiers.fs import Fs
 from ckptrt.storage.tiers.local import LocalTier, local_path
 from ckptrt.storage.tiers.oserrors import from_oserror
 
 __all__ = ["NOTE", "Output"]
+
+_log = logging.getLogger(__name__)
 
 NOTE = "ckptrt-export.json"
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
@@ -44,7 +47,8 @@ class Output:
         self._fs = fs or Fs()
         parent, name = os.path.split(self.path)
         self._parent = LocalTier(parent, fs=self._fs)
-        self._temp = f".{name[:64]}.export-{secrets.token_hex(4)}"
+        short = name.encode()[:64].decode(errors="ignore")  # names have at most 255 bytes
+        self._temp = f".{short}.export-{secrets.token_hex(4)}"
         self.folder = f"{parent.rstrip('/')}/{self._temp}"
         self.tier = LocalTier(self.folder, fs=self._fs)
         self.check()
@@ -53,26 +57,25 @@ class Output:
         """ExistsError if publish() would have to refuse."""
         try:
             found = self._fs.lstat(self.path)
+            if self._is_file:
+                if not stat.S_ISREG(found.st_mode) or not self._force:
+                    raise self._taken("it is there already", can_force=stat.S_ISREG(found.st_mode))
+            elif not stat.S_ISDIR(found.st_mode):
+                raise self._taken("it is there already and no directory", can_force=False)
+            else:
+                self._check_folder()
         except FileNotFoundError:
             return
         except OSError as error:
             raise self._error(error, "look at") from error
-        if self._is_file:
-            if not stat.S_ISREG(found.st_mode) or not self._force:
-                raise self._taken("it is there already", can_force=stat.S_ISREG(found.st_mode))
-            return
-        if not stat.S_ISDIR(found.st_mode):
-            raise self._taken("it is there already and no directory", can_force=False)
-        self._check_folder()
 
     def _check_folder(self) -> None:
-        there = self._walk("")
-        if not there:
+        names = [entry.name for entry in self._fs.scandir(self.path)]
+        if not names:
             return
-        ours = self._noted()
-        foreign = sorted(there - ours - {NOTE})
-        if NOTE not in there:
+        if NOTE not in names:
             raise self._taken("it isn't empty, and no earlier export", can_force=False)
+        foreign = sorted(self._walk("") - self._noted() - {NOTE})
         if foreign:
             raise self._taken(f"it holds an earlier export and something else ({foreign[0]})", can_force=False)
         if not self._force:
@@ -91,7 +94,7 @@ class Output:
     def _noted(self) -> set[str]:
         try:
             return set(map(str, json.loads(LocalTier(self.path, fs=self._fs).read(NOTE))["files"]))
-        except (ValueError, KeyError, TypeError, NotFoundError):
+        except (ValueError, KeyError, TypeError, RecursionError, NotFoundError):
             return set()
 
     def note(self, facts: dict[str, Any]) -> None:
@@ -138,14 +141,21 @@ class Output:
             if error.errno not in _TAKEN or not self._force:
                 raise
         self._fs.rename(self.path, old)
-        self._fs.rename(self.folder, self.path)
+        try:
+            self._fs.rename(self.folder, self.path)
+        except OSError:
+            self._fs.rename(old, self.path)
+            raise
         self._parent.delete_prefix(f"{self._temp}.old/")
 
     def __enter__(self) -> Output:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._parent.delete_prefix(f"{self._temp}/")
+        try:
+            self._parent.delete_prefix(f"{self._temp}/")
+        except StorageError as error:  # what became of the export is the news
+            _log.warning("%s is left behind and may be removed: %s", self.folder, error.what)
 
     def _taken(self, why: str, *, can_force: bool) -> ExistsError:
         return ExistsError(

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ckptrt.errors import UsageError
+from ckptrt.errors import MismatchError, UsageError
 from ckptrt.storage.interop.blobs import Bytes, Named
 from ckptrt.storage.interop.casting import Loss
 from ckptrt.storage.interop.torchfile import TorchTensor, torch_module
 
 __all__ = ["DEFAULT_SKIP", "Quantised", "index_metadata", "is_weight", "plain_metadata", "quantise"]
 
-DEFAULT_SKIP = r"embed|wte|wpe|lm_head|norm"
+DEFAULT_SKIP = r"emb|wte|wpe|token|position|vocab|head|norm"
 
 _FLOATS = ("float32", "float16", "bfloat16")
 
@@ -97,6 +97,12 @@ def _quantise(tensor: Named) -> tuple[dict[str, Any], str, Loss]:
     data = bytearray(tensor.size_bytes)
     tensor.data.read_into(0, memoryview(data))
     weight = torch.frombuffer(data, dtype=getattr(torch, tensor.dtype)).reshape(tensor.shape)
+    if not bool(weight.isfinite().all()):
+        raise MismatchError(
+            f"{tensor.name} holds NaN or infinite values, which 8-bit integers can't hold",
+            safe="nothing was written",
+            hint="leave it as it is with --quant-skip; `ckptrt verify --deep` lists such tensors",
+        )
     whole = Int8Tensor.from_hp(weight, granularity=PerRow())
     parts, metadata = flatten_tensor_state_dict({tensor.name: whole})
     off = (whole.dequantize().double() - weight.double()).abs()

@@ -12,23 +12,29 @@ safetensors' own save_model writes it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckptrt.errors import CorruptError, UsageError
+from ckptrt.errors import CorruptError, MismatchError, UsageError
 from ckptrt.storage.interop.blobs import Blob, Bytes, Named, Span
 from ckptrt.storage.shardfile import item_bytes
 from ckptrt.storage.tiers import Tier
 
-__all__ = ["INDEX", "SINGLE", "File", "TensorFile", "deal_out", "index_text", "lacks", "read_header"]
+__all__ = [
+    "INDEX", "SINGLE", "File", "TensorFile", "check_names", "deal_out", "index_text", "lacks", "read_header",
+    "unique",
+]  # fmt: skip
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _HEADER_MAX_BYTES = 100_000_000  # as safetensors' own reader has it
+_METADATA = "__metadata__"
 _RAW = "ckptrt.raw"
+_OWN = ("format", _RAW, "tensor_names")  # in `__metadata__`; never names of tensors
+_COUNT_MAX = 1 << 63
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
@@ -36,6 +42,17 @@ _NAMES = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"F8_E8M0": "float8_e8m0fnu"}
+
+
+def check_names(names: Iterable[str], ties: Iterable[str]) -> None:
+    """MismatchError for names of tensors, and of ties, that mean something else in a header."""
+    taken = [name for name in names if name == _METADATA] + [name for name in ties if name in _OWN]
+    if taken:
+        raise MismatchError(
+            f"safetensors files can't hold a tensor called {taken[0]!r}: the name means something else in them",
+            safe="nothing was written",
+            hint="give it another name with --map",
+        )
 
 
 def lacks(dtype: str) -> bool:
@@ -76,7 +93,7 @@ class File:
         metadata = {"format": "pt", **self.metadata, **self.ties}
         if raw:
             metadata[_RAW] = json.dumps(raw)
-        text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":"), ensure_ascii=False).encode()
+        text = json.dumps({_METADATA: metadata, **header}, separators=(",", ":"), ensure_ascii=False).encode()
         text = text.ljust(-(-len(text) // 8) * 8)
         if len(text) > _HEADER_MAX_BYTES:
             raise UsageError(
@@ -91,12 +108,14 @@ def deal_out(groups: Sequence[Sequence[Named]], max_bytes: int) -> list[File]:
 
     A tensor larger than that has a file of its own.
     """
-    files = [File(SINGLE)]
+    files, filled = [File(SINGLE)], 0
     for group in groups:
         size_bytes = sum(tensor.size_bytes for tensor in group)
-        if files[-1].tensors and files[-1].data_bytes + size_bytes > max_bytes:
+        if files[-1].tensors and filled + size_bytes > max_bytes:
             files.append(File(SINGLE))
+            filled = 0
         files[-1].tensors += group
+        filled += size_bytes
     if len(files) > 1:
         for number, file in enumerate(files, start=1):
             file.name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -130,12 +149,12 @@ def read_header(tier: Tier, name: str) -> TensorFile:
     if length > min(_HEADER_MAX_BYTES, size_bytes - 8):
         raise _bad(where, "it is cut off within its header, or no safetensors file")
     try:
-        header = json.loads(tier.read(name, 8, length), object_pairs_hook=_unique)
+        header = json.loads(tier.read(name, 8, length), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise _bad(where, f"its header can't be read ({error})") from None
     if not isinstance(header, dict):
         raise _bad(where, "its header is no JSON object")
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise _bad(where, "its __metadata__ isn't text by name")
     raw = _raw(metadata, where)
@@ -151,11 +170,13 @@ def read_header(tier: Tier, name: str) -> TensorFile:
         data = Span(tier, name, 8 + length + start, end - start)
         tensors[key] = Named(name=key, dtype=dtype, shape=shape, data=data)
     _check_spans(spans, size_bytes - 8 - length, where)
-    ties = {name: kept for name, kept in metadata.items() if name not in tensors and kept in tensors}
+    texts = ((name, kept) for name, kept in metadata.items() if name not in tensors and name not in _OWN)
+    ties = {name: kept for name, kept in texts if kept in tensors}
     return TensorFile(tensors=tensors, ties=ties, metadata=metadata)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads: ValueError if a name stands twice in an object."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name stands in it twice")
@@ -166,9 +187,11 @@ def _raw(metadata: Mapping[str, str], where: str) -> dict[str, tuple[str, tuple[
     """True dtypes and shapes of tensors that are stored as bytes."""
     try:
         entries = json.loads(metadata.get(_RAW, "{}"))
-        found = {name: (str(entry["dtype"]), tuple(map(int, entry["shape"]))) for name, entry in entries.items()}
-        for dtype, _ in found.values():
+        found = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
+        for dtype, shape in found.values():
             item_bytes(dtype)
+            if not _are_counts(shape):
+                raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UsageError):
         raise _bad(where, f"its {_RAW} can't be read") from None
     return found
@@ -179,11 +202,17 @@ def _entry(key: str, entry: Any, where: str) -> tuple[str, tuple[int, ...], int,
         name, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise _bad(where, f"the entry of {key} lacks dtype, shape or data_offsets") from None
-    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)) or start > end:
+    if not _are_counts((*shape, start, end)) or start > end:
         raise _bad(where, f"the entry of {key} holds numbers that can't be true")
+    if not isinstance(name, str):
+        raise _bad(where, f"the dtype of {key} isn't a name")
     if name not in _DTYPES:
         raise UsageError(f"{where}: {key} has the dtype {name!r}, which can't be stored", safe="nothing was written")
     return _DTYPES[name], shape, start, end
+
+
+def _are_counts(numbers: Sequence[Any]) -> bool:
+    return all(type(number) is int and 0 <= number < _COUNT_MAX for number in numbers)
 
 
 def _check_spans(spans: Sequence[tuple[int, int]], data_bytes: int, where: str) -> None:

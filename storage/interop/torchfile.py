@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,23 +15,28 @@ from math import prod
 from types import ModuleType
 from typing import IO, Any
 
-from ckptrt.errors import CorruptError, Error, NotFoundError, UsageError
-from ckptrt.storage.interop.blobs import Image, Named
+import xxhash
+
+from ckptrt.errors import CorruptError, Error, MismatchError, NotFoundError, UsageError
+from ckptrt.storage.interop.blobs import Digested, Image, Named
 from ckptrt.storage.interop.foreign import Check, Foreign
 from ckptrt.storage.interop.inventory import Component
 from ckptrt.storage.interop.optimizer import ForeignOptimizer, read_optimizer
 from ckptrt.storage.interop.unpickle import UnpicklingError
 from ckptrt.storage.shardfile import item_bytes
 from ckptrt.storage.tiers.local import LocalTier, local_path
+from ckptrt.storage.tiers.oserrors import from_oserror
+from ckptrt.storage.units import size_text
 
 __all__ = [
-    "TorchTensor", "check_zip", "data_range", "encode_plain", "load_plain", "open_torch", "open_torch_optimizer",
-    "save_torch", "state_of", "to_torch", "torch_module", "walk",
+    "TorchTensor", "check_zip", "data_range", "encode_plain", "full_disk_told", "load_plain", "open_torch",
+    "open_torch_optimizer", "save_torch", "state_of", "to_torch", "torch_module", "walk",
 ]  # fmt: skip
 
 SCRATCH = "scratch"
 _UNCHECKED = "{} was saved without checksums, so a changed byte of a tensor's data can't be told"
 _READ_BYTES = 1 << 20
+_REPEATED_MAX_BYTES = 1 << 30
 
 
 def torch_module() -> ModuleType:
@@ -47,7 +53,8 @@ def to_torch(named: Iterable[Named], tier: LocalTier, progress: Callable[[int], 
     """Tensors and digests by name. Their data lie in a scratch file that is mapped, so memory stays what it was."""
     torch = torch_module()
     order = sorted(named, key=lambda tensor: -item_bytes(tensor.dtype))
-    image = Image([tensor.data for tensor in order], progress)
+    blobs = [Digested(tensor.data) for tensor in order]
+    image = Image(blobs, progress)
     tier.write(SCRATCH, image, image.size_bytes)
     data: Any = b""
     if image.size_bytes:
@@ -55,14 +62,14 @@ def to_torch(named: Iterable[Named], tier: LocalTier, progress: Callable[[int], 
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     found: dict[str, tuple[Any, str]] = {}
     start = 0
-    for tensor, digest in zip(order, image.digests, strict=True):
+    for tensor, blob in zip(order, blobs, strict=True):
         dtype = getattr(torch, tensor.dtype)
         if tensor.size_bytes:
             count = prod(tensor.shape)
             value = torch.frombuffer(data, dtype=dtype, count=count, offset=start).reshape(tensor.shape)
         else:
             value = torch.empty(tensor.shape, dtype=dtype)
-        found[tensor.name] = value, digest
+        found[tensor.name] = value, blob.xxh3
         start += tensor.size_bytes
     return found
 
@@ -102,10 +109,53 @@ def _optimizer_state(data: Any, tensors: Mapping[str, Any], decode: Callable[[An
     return {"state": state, "param_groups": groups}
 
 
-def save_torch(state: Any, path: str) -> None:
-    """One torch.save file."""
+def save_torch(state: Any, path: str) -> tuple[int, str]:
+    """One torch.save file, with its size and xxh3-128."""
     torch = torch_module()
-    torch.save(state, path)
+    with full_disk_told(path), open(path, "xb") as file:
+        digested = _DigestedFile(file)
+        torch.save(state, digested)
+        return file.tell(), digested.xxh3
+
+
+class _DigestedFile:
+    """A file for torch to write to, from its first byte to its last."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = xxhash.xxh3_128()
+        self.flush = file.flush
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        return self._file.write(data)
+
+    @property
+    def xxh3(self) -> str:
+        return self._hash.hexdigest()
+
+
+@contextmanager
+def full_disk_told(path: str) -> Iterator[None]:
+    """Raise what the operating system said when torch couldn't write: torch's own errors hide it."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        found = _system_error(error)
+        if found is None:
+            raise
+        raise from_oserror(found, f"file://{os.path.dirname(path)}", os.path.basename(path), "write") from error
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The OSError that an error arose from. A CheckpointException has the errors of ranks, a context for each."""
+    while error is not None and not isinstance(error, OSError):
+        failures = getattr(error, "failures", None)
+        of_ranks = next(iter(failures.values()))[0] if failures else None
+        error = of_ranks or error.__cause__ or error.__context__
+    return error
 
 
 def walk(tree: Any) -> Iterator[Any]:
@@ -168,17 +218,12 @@ def encode_plain(value: Any, path: str) -> Any:
     return encode(value, path)
 
 
-def load_plain(file: Any, place: str) -> Any:
+def load_plain(file: str | IO[bytes], place: str) -> Any:
     """What torch.save wrote, if it is tensors and plain values. Data of a path's tensors are mapped, not read."""
     torch = torch_module()
-    is_path = isinstance(file, str)
     try:
-        mapped = is_path and zipfile.is_zipfile(file)
-        if is_path and not mapped and _begins_as_zip(file):
-            raise CorruptError(f"{place} is damaged: it is cut off", safe="nothing was written")
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except FileNotFoundError:
-        raise NotFoundError(f"there is no file {place}", safe="nothing was written") from None
+        is_zip = _look_at(file, place)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip and isinstance(file, str))
     except UnpicklingError as error:
         raise _foreign(place, error) from None
     except Error:
@@ -187,9 +232,23 @@ def load_plain(file: Any, place: str) -> Any:
         raise _broken(place, error) from None
 
 
-def _begins_as_zip(path: str) -> bool:
-    with open(path, "rb") as stream:
-        return stream.read(2) == b"PK"
+def _look_at(file: str | IO[bytes], place: str) -> bool:
+    """Whether it is a zip, as torch has written them since 1.6, which must be whole and hold what it seems to hold."""
+    if isinstance(file, str):
+        if not os.path.isfile(file):
+            kind = UsageError if os.path.exists(file) else NotFoundError
+            raise kind(f"there is no file {place}", safe="nothing was written")
+        with open(file, "rb") as stream:
+            return _look_at(stream, place)
+    if zipfile.is_zipfile(file):
+        with _archive(file, place):
+            file.seek(0)
+            return True
+    file.seek(0)
+    if file.read(2) == b"PK":
+        raise CorruptError(f"{place} is damaged: it is cut off", safe="nothing was written", hint="get the file anew")
+    file.seek(0)
+    return False
 
 
 def _foreign(place: str, error: Exception) -> UsageError | CorruptError:
@@ -203,7 +262,7 @@ def _foreign(place: str, error: Exception) -> UsageError | CorruptError:
                 safe="nothing of it was run, and nothing was written",
                 hint="load it where you trust it, and torch.save its state_dict() alone",
             )
-    return _broken(place, error)
+    return _broken(place, ValueError("it can't be unpickled"))  # torch's own text advises to run whatever is in it
 
 
 def _broken(place: str, error: Exception) -> CorruptError:
@@ -217,8 +276,9 @@ def _broken(place: str, error: Exception) -> CorruptError:
 
 def _choose(tree: Any, key: str, component: str, place: str) -> tuple[Any, str]:
     """A part of a file, and the name at the top under which it is (empty: it is all of it)."""
-    if not isinstance(tree, Mapping):
-        raise UsageError(f"{place} holds a {type(tree).__name__}, not a dict of tensors", safe="nothing was written")
+    if not isinstance(tree, Mapping) or not tree:
+        what = "nothing" if isinstance(tree, Mapping) else f"a {type(tree).__name__}"
+        raise UsageError(f"{place} holds {what}, not a dict of tensors", safe="nothing was written")
     part: Any = tree
     for word in filter(None, key.split(".")):
         if not isinstance(part, Mapping) or word not in part:
@@ -246,7 +306,15 @@ def _collect(tree: Any, left_out: list[str], check: Check, check_bytes: int) -> 
     ties: dict[str, str] = {}
     extra: dict[str, Any] = {}
     first_of: dict[tuple[Any, ...], str] = {}
+    taken: set[str] = set()
     for name, value in _flat(tree, ""):
+        if name in taken:
+            raise MismatchError(
+                f"two values would both be called {name}: the keys of dicts within dicts are joined by dots",
+                safe="nothing was written",
+                hint="import one part with --key, or save the file anew with other keys",
+            )
+        taken.add(name)
         if not _is_tensor(value):
             if name.rpartition(".")[2] == "_extra_state":
                 extra[name] = encode_plain(value, name)
@@ -307,7 +375,15 @@ def _identity(name: str, tensor: Any) -> tuple[Any, ...]:
             safe="nothing was written",
             hint="save it as a plain dense tensor",
         )
-    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+    storage = tensor.untyped_storage()
+    size_bytes = tensor.numel() * tensor.element_size()
+    if size_bytes > max(storage.nbytes(), _REPEATED_MAX_BYTES):
+        raise UsageError(
+            f"{name} would have {size_text(size_bytes)}, which are {size_text(storage.nbytes())} over and over",
+            safe="nothing was written",
+            hint="save the tensor that was expanded instead",
+        )
+    return (storage.data_ptr(), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _check_file(path: str, place: str, progress: Callable[[int], None]) -> str:
@@ -322,6 +398,12 @@ def _archive(file: IO[bytes], where: str) -> Iterator[zipfile.ZipFile]:
     """A torch.save file as a zip; CorruptError for whatever is wrong with it."""
     try:
         with zipfile.ZipFile(file) as archive:
+            if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
+                raise UsageError(
+                    f"{where} is compressed, which torch never does and which may hide any size",
+                    safe="nothing was written",
+                    hint="load it where you trust it, and torch.save it anew",
+                )
             yield archive
     except Error:
         raise
@@ -358,7 +440,7 @@ def data_range(file: IO[bytes], where: str, dtype: str, sizes: tuple[int, ...]) 
         data = records.get("data/0")
         if data is None or order != b"little" or not tensor.is_contiguous() or tensor.storage_offset():
             return 0
-        if data.compress_type != zipfile.ZIP_STORED or data.file_size < tensor.numel() * tensor.element_size():
+        if data.file_size < tensor.numel() * tensor.element_size():
             return 0
         file.seek(data.header_offset)
         head = file.read(30)

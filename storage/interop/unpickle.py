@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle  # noqa: TID251  the format of others; nothing of ours is pickled
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptrt.errors import CorruptError, UsageError
 
@@ -16,6 +16,7 @@ __all__ = ["Chunk", "Metadata", "StorageInfo", "TensorEntry", "UnpicklingError",
 
 
 UnpicklingError = pickle.UnpicklingError
+_T = TypeVar("_T")
 
 
 class _Plain:
@@ -51,7 +52,7 @@ class TensorEntry(_Plain):
 
     @property
     def dtype(self) -> str:
-        return str(self.properties.fields[0])
+        return _expect(self.properties.fields[0], str)
 
 
 class Chunk(_Plain):
@@ -75,7 +76,7 @@ class _Bytes(_Plain):
 
 
 class _Place(_Plain):
-    """Which chunk of which tensor; equal and hashed by name and offset."""
+    """Which chunk of which tensor."""
 
     fqn: str
     offset: tuple[int, ...] | None = None
@@ -100,7 +101,14 @@ def _size(*values: Any) -> tuple[Any, ...]:
 
 
 def _text(*parts: Any) -> str:
-    return "/".join(map(str, parts))
+    return "/".join(_expect(part, str) for part in parts)
+
+
+def _expect(value: Any, kind: type[_T]) -> _T:
+    """What stands where a plain value must. Another object isn't even shown: a few bytes can make one of any size."""
+    if type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
+    return value
 
 
 _DTYPES = ("float", "bfloat", "int", "uint", "bool", "complex", "q", "bits")
@@ -141,7 +149,7 @@ class _Refused(Exception):
 def read_index(data: bytes, where: str) -> Metadata:
     """What a `.metadata` file says. UsageError, by name, for anything else in it; CorruptError if it is damaged."""
     try:
-        found = _Unpickler(io.BytesIO(data)).load()
+        found: Metadata = _Unpickler(io.BytesIO(data)).load()
     except _Refused as error:
         raise UsageError(
             f"{where} holds a pickled {error}, which no such index needs",
@@ -153,6 +161,34 @@ def read_index(data: bytes, where: str) -> Metadata:
             f"{where} is damaged: it can't be read ({type(error).__name__}: {str(error)[:200]})",
             safe="nothing was written",
         ) from None
-    if not isinstance(found, Metadata) or not isinstance(vars(found).get("state_dict_metadata"), dict):
-        raise CorruptError(f"{where} is damaged: it is no index of a checkpoint", safe="nothing was written")
+    try:
+        _check(found)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise CorruptError(
+            f"{where} is damaged: it is no index of a checkpoint ({error})", safe="nothing was written"
+        ) from None
     return found
+
+
+def _check(index: Any) -> None:
+    """Every field that is used must be of its kind. Whether they fit together is for others to say."""
+    for name, entry in _expect(_expect(index, Metadata).state_dict_metadata, dict).items():
+        _expect(name, str)
+        if isinstance(entry, TensorEntry):
+            _ = entry.dtype
+            for numbers in (entry.size, *(box for c in entry.chunks for box in (c.offsets, c.sizes))):
+                _counts(numbers)
+    for place, info in _expect(index.storage_data, dict).items():
+        _expect(place.fqn, str)
+        _counts(place.offset or ())
+        _expect(info.relative_path, str)
+        _counts((info.offset, info.length))
+    paths = index.planner_data if isinstance(index.planner_data, dict) else {}
+    if any(type(step) not in (str, int) for path in paths.values() for step in path):
+        raise TypeError("a path of other things than names and numbers")
+
+
+def _counts(numbers: Any) -> None:
+    for number in _expect(numbers, tuple):
+        if _expect(number, int) < 0:
+            raise TypeError("a number below zero")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
-import xxhash
-
 from ckptrt.errors import CorruptError, NotFoundError
 from ckptrt.storage.layout import DATA
 from ckptrt.storage.records import ShardRecord
+from ckptrt.storage.shardfile import bad_chunks
 from ckptrt.storage.tiers import Tier
 
 __all__ = ["Stretch", "VerifiedFiles"]
@@ -17,7 +16,8 @@ __all__ = ["Stretch", "VerifiedFiles"]
 _KEPT_BYTES = 64 << 20
 _KEPT_MAX_BYTES = 1 << 30
 _READERS = 4
-_DIGEST_DIGITS = 16
+_UNTOUCHED = "the checkpoint was only read, and the output is as it was"
+_LOOK = "`ckptrt verify --read-data` says what is hit, and the newest good step"
 _Key = tuple[str, int]  # shard file, number of a chunk
 
 
@@ -45,9 +45,10 @@ class VerifiedFiles:
             numbers = range(low // chunk, -(-min(low + step, end) // chunk))
             found = {number: self._kept.get((shard.name, number)) for number in numbers}
             missing = [number for number, data in found.items() if data is None]
-            found.update(zip(missing, self._pool.map(lambda number: self._load(shard, number), missing), strict=True))
-            for number, data in found.items():
-                assert data is not None
+            loaded = self._pool.map(lambda number: self._load(shard, number, start, out), missing)
+            for number, data in {**found, **dict(zip(missing, loaded, strict=True))}.items():
+                if data is None:
+                    continue  # all of it is in `out` already
                 at = number * chunk
                 first, last = max(at, start), min(at + len(data), end)
                 out[first - start : last - start] = data[first - at : last - at]
@@ -59,24 +60,26 @@ class VerifiedFiles:
         while len(self._kept) > self._kept_max:
             self._kept.popitem(last=False)
 
-    def _load(self, shard: ShardRecord, number: int) -> memoryview:
+    def _load(self, shard: ShardRecord, number: int, start: int, out: memoryview) -> memoryview | None:
+        """A chunk of the file; None if it is wholly in `out`, which holds what lies from byte `start` on."""
         at = number * shard.chunk_bytes
         size_bytes = min(shard.chunk_bytes, shard.size_bytes - at)
         if size_bytes <= 0:
             raise CorruptError(f"{DATA}{shard.name} is damaged: its receipt names bytes beyond its end")
-        data = memoryview(bytearray(size_bytes))
+        is_inside = start <= at and at + size_bytes <= start + len(out)
+        data = out[at - start : at - start + size_bytes] if is_inside else memoryview(bytearray(size_bytes))
         try:
             self._tier.read_into(DATA + shard.name, at, data)
         except NotFoundError as error:
-            raise CorruptError(error.what, hint=error.hint) from None
-        expected = shard.chunks[number * _DIGEST_DIGITS : (number + 1) * _DIGEST_DIGITS]
-        if xxhash.xxh3_64_hexdigest(data) != expected:
+            raise CorruptError(error.what, safe=_UNTOUCHED, hint=_LOOK) from None
+        if bad_chunks(shard, number, data):
             raise CorruptError(
                 f"{self._tier.url}/{DATA}{shard.name} is damaged: bytes {at} to {at + size_bytes - 1} don't have their "
                 "digest",
-                hint="`ckptrt verify --read-data` says what is hit, and the newest good step",
+                safe=_UNTOUCHED,
+                hint=_LOOK,
             )
-        return data
+        return None if is_inside else data
 
 
 class Stretch:
