@@ -3,7 +3,7 @@
 Requests of one connection are answered in order; a connection says `hello` first. One-way messages get no answer.
 
     hello            rank, pid, incarnation                      -> ok
-    open_run         url, options, world_size                    -> run  incarnation, resume | error
+    open_run         url, local_dir, options, world_size         -> run  incarnation, resume | error
     arena            rank, size_bytes                            -> arena  created, + one memfd
     holdings                                                     -> holdings  ranks, + one memfd each
     persister                                                    -> persister  path
@@ -21,9 +21,10 @@ import selectors
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from ckptrt.errors import Error
+from ckptrt.storage.tiered import RunPlace
 from ckptrt.wire import Channel, Message, listen
 
 __all__ = ["AgentServer", "ArenaTable", "Desk", "Reply", "error_reply"]
@@ -43,7 +44,7 @@ class Reply:
 class Desk(Protocol):
     """Who answers what the server itself can't. rank is -1 before `hello`."""
 
-    def open_run(self, url: str, options: dict[str, Any], world_size: int, answer: Callable[[Message], None]) -> None:
+    def open_run(self, place: RunPlace, world_size: int, answer: Callable[[Message], None]) -> None:
         """Open the run; `answer` is called once, now or later."""
         ...
 
@@ -191,8 +192,7 @@ class AgentServer:
             return Reply(message={"op": "ok"})
         if op == "open_run":
             self._desk.open_run(
-                str(message["url"]),
-                dict(message.get("options") or {}),
+                RunPlace.from_data(message),
                 int(message["world_size"]),
                 lambda answer: self._send(client, Reply(message=answer)),
             )

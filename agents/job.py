@@ -67,7 +67,8 @@ class Job:
     """One launch on one node. Everything that the command line and the environment decide is decided here.
 
     run: its name, for logs and keys; run_id: torch elastic's, as torchrun would have it. url: the run's storage, empty
-    until a worker names it. master_port: None for a fresh port at every start. environ: of the workers, without
+    until a worker names it; local_dir: where ranks write first, if it isn't there.
+    master_port: None for a fresh port at every start. environ: of the workers, without
     what differs between them. grace_s, drain_s: from SIGTERM to SIGKILL after a failure, and after a signal to us.
     """
 
@@ -85,6 +86,7 @@ class Job:
     cwd: str
     signals: tuple[int, ...]
     url: str = ""
+    local_dir: str = ""
     resume: str = "auto"
     etcd_endpoints: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
@@ -123,8 +125,8 @@ def worker_env(
         env.RUN_ID: job.run,
         **ours,
     }
-    if job.url:
-        environ[env.DIR] = job.url
+    ours_known = {env.DIR: job.url, env.LOCAL_DIR: job.local_dir}
+    environ |= {name: value for name, value in ours_known.items() if value and name not in ours}
     if job.virtual_local_rank:
         environ["LOCAL_RANK"] = "0"
         environ["CUDA_VISIBLE_DEVICES"] = _own_device(job.environ.get("CUDA_VISIBLE_DEVICES"), local_rank)

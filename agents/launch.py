@@ -122,8 +122,8 @@ def _hand_over(planned: Plan) -> int:
     environ = env.launch_environ()
     # Its default keeps one store across restarts, which hands new ranks the addresses of dead ones.
     environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    if planned.args.ckpt_dir:
-        environ[env.DIR] = planned.args.ckpt_dir
+    named = {env.DIR: planned.args.ckpt_dir, env.LOCAL_DIR: planned.args.ckpt_local_dir}
+    environ |= {name: value for name, value in named.items() if value}
     env.replace(environ)
     record(run)(planned.args)
     return 0

@@ -6,16 +6,14 @@ All of it is I/O on the storage and on etcd, and may take long: the supervisor h
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from ckptrt.agents.restart import Resume, Snapshot, choose_resume
 from ckptrt.errors import (
     CorruptError,
-    Error,
     ExistsError,
     FencedError,
     NoCheckpointError,
@@ -24,6 +22,7 @@ from ckptrt.errors import (
     UsageError,
 )
 from ckptrt.storage import catalog as storage
+from ckptrt.storage.tiered import RunPlace, hold_place, open_place
 
 __all__ = ["Opening", "RunLedger", "memory_snapshots"]
 
@@ -58,6 +57,10 @@ def memory_snapshots(fds: Sequence[int]) -> list[Snapshot]:
     ]
 
 
+def _where(url: str, local_dir: str) -> str:
+    return f"{url} through {local_dir}" if local_dir else url
+
+
 class RunLedger:
     """The run that this job writes to, once it is known, and its incarnations.
 
@@ -66,32 +69,30 @@ class RunLedger:
 
     def __init__(self, raise_incarnation: Callable[[int], tuple[int, str]]) -> None:
         self.url = ""
+        self.local_dir = ""
         self._raise = raise_incarnation
         self._catalog: storage.Catalog | None = None
-        self._hold: storage.RunHold | None = None
+        self._hold: ExitStack | None = None
         self._unfenced = 0  # a number that was raised before the run was known
 
-    def open_run(self, url: str, options: dict[str, Any]) -> None:
+    def open_run(self, place: RunPlace) -> None:
         """Hold the run and open its catalog; the second call must name the same run.
 
         Raises BusyError when another job has it, and what the storage raises.
         """
-        url = url if "://" in url else os.path.abspath(url)
         if self._catalog is not None:
-            if url != self.url:
+            if (place.url, place.local_dir) != (self.url, self.local_dir):
                 raise UsageError(
-                    f"this job already writes to {self.url}, not to {url}",
+                    f"this job already writes to {_where(self.url, self.local_dir)}, not to "
+                    f"{_where(place.url, place.local_dir)}",
                     safe="nothing was changed",
                     hint="use one run for one launch; start another ckptrt-launch for another run",
                 )
             return
-        hold = storage.hold_run(url)
-        try:
-            self._catalog = storage.open_catalog(url, create=True, **options)
-        except Error:
-            hold.release()
-            raise
-        self.url, self._hold = url, hold
+        with hold_place(place) as hold:
+            self._catalog = open_place(place)
+            self._hold = hold.pop_all()
+        self.url, self.local_dir = place.url, place.local_dir
 
     def advance(self, *, memory: Callable[[], list[Snapshot]], policy: str, world_size: int) -> Opening:
         """Open the next incarnation. policy: auto, latest, never, or a step."""
@@ -116,7 +117,7 @@ class RunLedger:
 
     def close(self) -> None:
         if self._hold is not None:
-            self._hold.release()
+            self._hold.close()
             self._hold = None
 
     def _advance(

@@ -61,6 +61,12 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("checkpoints and restarts (each also as CKPTRT_NAME in the environment)")
     for name, default, metavar, text in (
         ("dir", "", "URL", "The run's directory or URL, when the script names none."),
+        (
+            "local-dir",
+            "",
+            "PATH",
+            "A fast local directory to write to first; what is committed is flushed to --ckpt-dir.",
+        ),
         ("resume", "auto", "WHEN", "auto: the newest good checkpoint, else fresh; latest: it must exist; STEP; never."),
         ("etcd-endpoints", "", "URLS", "Comma-separated etcd endpoints. Without, one is started for this job alone."),
         ("grace-timeout", "3", "TIME", "From SIGTERM to SIGKILL for the other workers after a failure."),
@@ -156,6 +162,7 @@ def _job(args: argparse.Namespace, environ: dict[str, str]) -> Job:
         cwd=os.getcwd(),
         signals=_signals(args.signals_to_handle),
         url=_url(args.ckpt_dir),
+        local_dir=os.path.abspath(args.ckpt_local_dir) if args.ckpt_local_dir else "",
         resume=_resume(args.ckpt_resume),
         etcd_endpoints=_words(args.ckpt_etcd_endpoints),
         preload=_words(args.ckpt_preload),

@@ -45,6 +45,7 @@ from ckptrt.agents.workers import (
 )
 from ckptrt.agents.zygote_workers import ZygoteWorkers
 from ckptrt.errors import Error, UsageError
+from ckptrt.storage.tiered import RunPlace
 from ckptrt.wire import Message
 
 __all__ = ["Supervisor"]
@@ -228,7 +229,7 @@ class Supervisor:
                 self._link.open()
                 self._linked = True
                 if self.job.url:
-                    self._ledger.open_run(self.job.url, {})
+                    self._ledger.open_run(RunPlace.of(self.job.url, self.job.local_dir))
             opening = self._advance(self.job.num_workers)
         except Error as error:
             self._mailbox.post(partial(self._open_failed, error))
@@ -297,6 +298,7 @@ class Supervisor:
         if self._ledger.url:
             ours |= {
                 env.DIR: self._ledger.url,
+                env.LOCAL_DIR: self._ledger.local_dir,
                 env.INCARNATION: str(self._opening.incarnation),
                 env.RESUME: self._opening.resume_text,
             }
@@ -404,32 +406,32 @@ class Supervisor:
 
     # --- what the workers ask for (agentsocket.Desk)
 
-    def open_run(self, url: str, options: dict[str, Any], world_size: int, answer: Callable[[Message], None]) -> None:
+    def open_run(self, place: RunPlace, world_size: int, answer: Callable[[Message], None]) -> None:
         if self._run_answer is not None:
             try:
-                self._ledger.open_run(url, options)  # the same run, or an error: nothing is done
+                self._ledger.open_run(place)  # the same run, or an error: nothing is done
             except Error as error:
                 answer(error_reply(error))
             else:
                 answer(self._run_answer)
             return
-        if url in self._run_refusals:
-            answer(self._run_refusals[url])
+        if place.url in self._run_refusals:
+            answer(self._run_refusals[place.url])
             return
         self._run_waiters.append(answer)
         if len(self._run_waiters) == 1:
-            self._submit(self._open_run, url, options, world_size)
+            self._submit(self._open_run, place, world_size)
 
-    def _open_run(self, url: str, options: dict[str, Any], world_size: int) -> None:
+    def _open_run(self, place: RunPlace, world_size: int) -> None:
         """On the helper thread."""
         try:
-            self._ledger.open_run(url, options)
+            self._ledger.open_run(place)
             opening = self._advance(world_size)
         except Error as error:
-            self._mailbox.post(partial(self._run_refused, url, error))
+            self._mailbox.post(partial(self._run_refused, place.url, error))
         except Exception as error:  # noqa: BLE001 - a bug here must reach the worker, which would wait for ever
-            failure = Error(f"{url} can't be opened: {error!r}")
-            self._mailbox.post(partial(self._run_refused, url, failure))
+            failure = Error(f"{place.url} can't be opened: {error!r}")
+            self._mailbox.post(partial(self._run_refused, place.url, failure))
         else:
             self._mailbox.post(partial(self._run_opened, opening))
 

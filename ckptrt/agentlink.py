@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from ckptrt import wire
@@ -25,9 +26,9 @@ class AgentLink:
         self.rank = rank
         self._ask({"op": "hello", "rank": rank, "pid": os.getpid(), "incarnation": incarnation})
 
-    def open_run(self, url: str, options: dict[str, Any], world_size: int) -> tuple[int, str]:
+    def open_run(self, place: Mapping[str, Any], world_size: int) -> tuple[int, str]:
         """Have the run opened and fenced, once per incarnation: its number, and where to resume from."""
-        reply, _ = self._ask({"op": "open_run", "url": url, "options": options, "world_size": world_size})
+        reply, _ = self._ask({"op": "open_run", **place, "world_size": world_size})
         return int(reply["incarnation"]), str(reply["resume"])
 
     def arena(self, size_bytes: int) -> tuple[int, bool]:

@@ -9,11 +9,12 @@ import os
 from dataclasses import dataclass
 
 __all__ = [
-    "AGENT_SOCKET", "DIR", "ETCD", "FAULTS", "FORMAT", "INCARNATION", "LAUNCHED_AT", "RESUME", "RUN_ID", "WorkerEnv",
-    "error_file", "etcd_binary", "faults", "launch_environ", "no_color", "replace", "setting",
+    "AGENT_SOCKET", "DIR", "ETCD", "FAULTS", "FORMAT", "INCARNATION", "LAUNCHED_AT", "LOCAL_DIR", "RESUME", "RUN_ID",
+    "WorkerEnv", "error_file", "etcd_binary", "faults", "launch_environ", "no_color", "replace", "setting",
 ]  # fmt: skip
 
 DIR = "CKPTRT_DIR"  # the run's directory or URL, when ckptrt.init() is given none
+LOCAL_DIR = "CKPTRT_LOCAL_DIR"  # where ranks write first, when ckptrt.init() is given none; empty for none
 RUN_ID = "CKPTRT_RUN_ID"  # the launcher's name for the job
 INCARNATION = "CKPTRT_INCARNATION"  # number of this worker set; its fence is already written
 RESUME = "CKPTRT_RESUME_FROM"  # "fresh", or "<step>.<incarnation>.<tier>" with tier memory or stored
@@ -36,6 +37,7 @@ class WorkerEnv:
     resume: str | None
     agent_socket: str | None
     dir: str | None
+    local_dir: str | None
 
     @staticmethod
     def read() -> WorkerEnv:
@@ -50,6 +52,7 @@ class WorkerEnv:
             resume=get(RESUME),
             agent_socket=get(AGENT_SOCKET),
             dir=get(DIR),
+            local_dir=get(LOCAL_DIR),
         )
 
 

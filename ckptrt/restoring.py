@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What was loaded, and from where (`tier` is memory or stored), and whether that step is committed."""
+    """What was loaded, and from where (`tier` is memory, local or stored), and whether that step is committed."""
 
     step: int
     incarnation: int
@@ -66,7 +66,7 @@ def restore_newest(session: Session, adapters: Sequence[Adapter]) -> Restored | 
                 step=candidate.step,
                 incarnation=candidate.incarnation,
                 tier=candidate.tier,
-                committed=any(other.tier == "stored" and other.commit == candidate.commit for other in candidates),
+                committed=any(other.tier != "memory" and other.commit == candidate.commit for other in candidates),
                 world_size=source.world_size,
             )
         _raise_incurable(errors)
@@ -165,7 +165,8 @@ def _open(session: Session, candidate: Candidate) -> Source:
         assert session.agent is not None
         return MemorySource(session.agent.holdings(), candidate.step, candidate.incarnation)
     commit = CommitId(candidate.step, candidate.incarnation)
-    return StoredSource(session.catalog.open_checkpoint(commit))
+    place = session.catalog if candidate.tier == "local" else session.catalog.places()[-1]
+    return StoredSource(place.open_checkpoint(commit))
 
 
 def _components(

@@ -29,6 +29,8 @@ from ckptrt.snapshot import OnError, SaveHandle, SavePolicy, SaveStats, UnderWay
 from ckptrt.staging import CopyStager, Staged, Stager
 from ckptrt.storage.owner import made_by
 from ckptrt.storage.retention import Keep
+from ckptrt.storage.tiered import RunPlace
+from ckptrt.telling import FlushWatch, tell_start, tell_unsaved
 from ckptrt.wire import Message
 
 __all__ = ["Runtime", "init"]
@@ -43,6 +45,7 @@ _FENCES_MAX = 8
 def init(
     dir: str | None = None,
     *,
+    local_dir: str | None = None,
     every: int | None = None,
     keep: int | Keep | None = None,
     rng: bool = True,
@@ -55,6 +58,8 @@ def init(
     """Make this process's checkpointing runtime. Every rank calls it, after `init_process_group()`.
 
     dir: the run's directory or URL (such as runs/gpt or s3://bucket/runs/gpt); by default that of `ckptrt-launch`.
+    local_dir: a fast directory on this node to write to first; what is committed there is flushed to `dir` in the
+    background, and restored from whichever has it.
     every: save after each so many steps; None saves only when save() is called.
     keep: which checkpoints stay: the last so many, or what a `Keep` says; None keeps all.
     rng: whether the state of the random generators is a part of the checkpoint.
@@ -78,10 +83,11 @@ def init(
         raise UsageError(
             "ckptrt.init() was given no state", hint="pass model=..., optim=... and what else must come back"
         )
-    url = str(url) if "://" in str(url) else os.path.abspath(url)
+    local_dir = env.local_dir if local_dir is None else local_dir
+    place = RunPlace.of(str(url), str(local_dir or ""), storage_options)
     keep = Keep(last=keep) if isinstance(keep, int) else keep
     policy = SavePolicy(every=every, keep=keep, on_error=on_error, when_busy=when_busy, dedup=dedup)
-    return Runtime(url, env, state, policy, rng=rng, storage_options=dict(storage_options or {}))
+    return Runtime(place, env, state, policy, rng=rng)
 
 
 class Runtime:
@@ -94,13 +100,12 @@ class Runtime:
 
     def __init__(
         self,
-        url: str,
+        place: RunPlace,
         env: WorkerEnv,
         state: dict[str, Any],
         policy: SavePolicy,
         *,
         rng: bool,
-        storage_options: dict[str, Any],
     ) -> None:
         self._ranks = find_ranks(env.rank, env.world_size)
         self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
@@ -109,7 +114,8 @@ class Runtime:
             if isinstance(adapter, TreeAdapter):
                 adapter.check()
         self._policy = policy
-        self._session = join_run(env, self._ranks, url, storage_options)
+        self._session = join_run(env, self._ranks, place)
+        self._flush = FlushWatch(place)
         self._stager: Stager = CopyStager(self.rank, self.world_size)
         self._arena = Arena(self.rank, self._allocate)
         self._own_persister = OwnPersister() if self._session.agent is None else None
@@ -159,7 +165,8 @@ class Runtime:
                 self.last_committed = restored.step
             self._arena.keep(restored.step, restored.incarnation)
         self._connect()
-        self._tell_start(restored)
+        if self.rank == 0:
+            tell_start(self._session, self.world_size, restored)
         if self._session.agent is not None:
             self._session.agent.phase("restored", self.step_count)
         if restored is not None and not restored.committed:
@@ -286,21 +293,13 @@ class Runtime:
             if not self.stats.last_error:
                 say.block("warn", str(error))
         finally:
+            if self.rank == 0 and self._link is not None:
+                self._flush.finish(self.last_committed)
             self._closed = True
             self._release()
-            self._tell_unsaved()
+            if self.rank == 0 and self._link is not None:
+                tell_unsaved(self.step_count, self.last_committed, self.stats)
         self._raise_pending()
-
-    def _tell_unsaved(self) -> None:
-        """At the end, say which steps a resume would run again. Snapshots are taken when asked for, never here."""
-        saved = self.last_committed or 0
-        if self.rank == 0 and self._link is not None and self.step_count > saved:
-            kept = f"the newest committed one is {saved}" if self.last_committed is not None else "none is committed"
-            say.line(
-                "warn",
-                f"step {self.step_count} is in no checkpoint, {kept} ({self.stats.skipped} saves skipped, "
-                f"{self.stats.failed} failed); rt.save(wait=True) before rt.close() keeps it",
-            )
 
     def _release(self) -> None:
         if self._link is not None:
@@ -335,8 +334,7 @@ class Runtime:
         session, own = self._session, self._own_persister
         hello: Message = {
             "op": "hello",
-            "url": session.url,
-            "options": session.options,
+            **session.place.data(),
             "incarnation": session.incarnation,
             "world_size": self.world_size,
             "nonce": session.nonce,
@@ -364,7 +362,8 @@ class Runtime:
         if not self._session.fence(None):
             raise BusyError(f"run {self._session.url}: something was committed while this job started; start it again")
         self._connect()
-        self._tell_start(None)
+        if self.rank == 0:
+            tell_start(self._session, self.world_size, None)
 
     def _tell_progress(self, agent: AgentLink) -> None:
         """Tell the agent how far this rank is: of the first step at once, then a few times a second at most."""
@@ -385,31 +384,6 @@ class Runtime:
         os.ftruncate(fd, size_bytes)
         return fd, True
 
-    def _tell_start(self, restored: Restored | None) -> None:
-        if self.rank != 0:
-            return
-        url = self._session.url
-        if restored is None:
-            aside = len(self._session.catalog.commit_ids())
-            left = f"{aside} checkpoints of older incarnations are left aside" if aside else "no committed checkpoint"
-            say.line("start", f"fresh: {left} in {url} · incarnation {self.incarnation}")
-            return
-        saved, now = restored.world_size, self.world_size
-        ranks = f"{now} rank{'s' * (now > 1)}" + (" (same as saved)" if saved == now else f" (saved by {saved})")
-        why = "newest that every rank can have" if restored.tier == "memory" else "newest committed"
-        say.line(
-            "resume",
-            f"step {restored.step} from {'memory' if restored.tier == 'memory' else url} · {ranks} · "
-            f"incarnation {restored.incarnation} -> {self.incarnation} · {why}",
-        )
-        if saved < now:
-            say.line(
-                "warn",
-                f"ranks {saved} to {now - 1} are new: plain state from rank modulo {saved}, random generators anew",
-            )
-        elif saved > now:
-            say.line("warn", f"plain state and random generators of ranks {now} to {saved - 1} are not used")
-
     # --- what became of saves; called from the link's thread
 
     def _hear(self, message: Message) -> None:
@@ -429,6 +403,11 @@ class Runtime:
                 self._committed(save)
             elif op == "failed":
                 self._failed(save.handle, from_data(message))
+        elif op == "fenced":
+            self._raise_next = from_data(message)
+        elif op in ("flushed", "unflushed"):
+            if self.rank == 0:
+                self._flush.hear(message)
         elif op in ("warning", "lost"):
             self._tell_error(from_data(message))
 

@@ -1,6 +1,6 @@
 """The one door for lines to the user: one line an event, a fixed first word, on stderr.
 
-The words: start resume commit skip warn restart recovery failure done. They stand first, so that logs grep well.
+The words: start resume commit flush skip warn restart recovery failure done. They stand first, so that logs grep well.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ which step was restored.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,13 @@ import xxhash
 
 from ckptrt.agentlink import AgentLink
 from ckptrt.env import WorkerEnv
-from ckptrt.errors import BusyError, Error, ExistsError, UsageError
+from ckptrt.errors import BusyError, Error, ExistsError, NotFoundError, UsageError
 from ckptrt.ranks import RankGroup
-from ckptrt.storage.catalog import Catalog, hold_run, open_catalog
+from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.layout import CommitId, fence_name
 from ckptrt.storage.owner import this_owner
 from ckptrt.storage.records import Parent
-from ckptrt.storage.runlock import RunHold
-from ckptrt.storage.tiers.registry import open_tier
+from ckptrt.storage.tiered import RunPlace, hold_place, open_place, view_place
 
 __all__ = ["Candidate", "Session", "join_run"]
 
@@ -33,11 +32,14 @@ _RESUME = re.compile(r"(\d+)\.(\d+)\.(memory|stored)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A checkpoint that could be restored, and from where."""
+    """A checkpoint that could be restored, and from where.
+
+    tier: memory, stored (at the run's url), or local: in its local_dir, and what is damaged there, from the url.
+    """
 
     step: int
     incarnation: int
-    tier: str  # memory or stored
+    tier: str
 
     @property
     def commit(self) -> CommitId:
@@ -55,17 +57,20 @@ class Candidate:
 class Session:
     """This process's membership in one incarnation of a run."""
 
-    url: str
-    options: dict[str, Any]
+    place: RunPlace
     ranks: RankGroup
     catalog: Catalog
     agent: AgentLink | None
     incarnation: int
     resume: str | None  # what the agent decided; None without an agent
-    hold: RunHold | None = None
+    hold: ExitStack | None = None
     nonce: str = ""
     fenced_first: int | None = None  # the first fence of this process's own, if it had to choose again
     known: frozenset[CommitId] = frozenset()  # on rank 0: the commits when the candidates were listed
+
+    @property
+    def url(self) -> str:
+        return self.place.url
 
     def candidates(self) -> list[Candidate]:
         """What may be restored, best first, the same list on every rank."""
@@ -74,7 +79,8 @@ class Session:
     def _candidates(self) -> list[Candidate]:
         found: list[Candidate] = []
         limit: CommitId | None = None
-        self.known = frozenset(self.catalog.commit_ids())
+        holders = self._holders()
+        self.known = frozenset().union(*holders.values())
         if self.resume == "fresh":
             return found
         if self.resume is not None:
@@ -85,14 +91,21 @@ class Session:
             if match[3] == "memory":
                 found.append(Candidate(step=limit.step, incarnation=limit.incarnation, tier="memory"))
         found += [
-            Candidate(step=commit.step, incarnation=commit.incarnation, tier="stored")
+            Candidate(step=commit.step, incarnation=commit.incarnation, tier=tier)
             # By name alone: a record that is damaged or of a newer format is met, and told of, when it is its turn.
             for commit in self.catalog.path(self.fenced_first).commits
             if commit.incarnation < self.incarnation and (limit is None or commit.step <= limit.step)
+            for tier, there in holders.items()
+            if commit in there
         ]
         if not found:
             self.catalog.check_fresh(self.fenced_first or self.incarnation)
         return found
+
+    def _holders(self) -> dict[str, set[CommitId]]:
+        """The commits that each tier has, nearest first."""
+        names = ("local", "stored") if self.place.local_dir else ("stored",)
+        return {name: set(at.commit_ids()) for name, at in zip(names, self.catalog.places(), strict=True)}
 
     def fence(self, parent: Candidate | None) -> bool:
         """Make sure that this incarnation's fence is there; data may be written afterwards.
@@ -102,6 +115,8 @@ class Session:
         can do neither. BusyError if another job has fenced the run meanwhile.
         """
         self.incarnation, self.nonce, settled = self.ranks.share(lambda: self._fence(parent))
+        if settled and self.place.local_dir:
+            self._check_local_dir()
         return bool(settled)
 
     def _fence(self, parent: Candidate | None) -> list[Any]:
@@ -118,59 +133,79 @@ class Session:
                     safe="nothing was written by this job",
                     hint="let one of the two go on",
                 ) from None
-        # All ranks of an incarnation put their files into one folder a step; its name must be no other attempt's.
-        record = self.catalog.tier.read(fence_name(self.incarnation))
-        nonce = xxhash.xxh3_64_hexdigest(record)[:8]
+        nonce = self._nonce(self.catalog.tier.read(fence_name(self.incarnation)))
         if self.agent is None and not self.known.issuperset(self.catalog.commit_ids()):
             return [self.catalog.newest_incarnation() + 1, "", False]
         return [self.incarnation, nonce, True]
 
+    def _check_local_dir(self) -> None:
+        """All ranks must write to one place: what each of several nodes has for itself alone can't be committed."""
+        near = self.catalog.places()[0].tier
+        mine: Error | None = None
+        try:
+            if self._nonce(near.read(fence_name(self.incarnation))) != self.nonce:
+                raise NotFoundError(f"{near.url} holds another run")
+        except Error as error:
+            mine = UsageError(
+                f"rank {self.ranks.rank}: {near.url} isn't where rank 0 has opened the run: {error.what}",
+                safe="nothing was written",
+                hint="local_dir must be one directory for all ranks: with several nodes, one that they share, or none",
+            )
+        for _, first in self.ranks.errors(mine):
+            raise first
+
+    @staticmethod
+    def _nonce(fence: bytes) -> str:
+        """All ranks of an incarnation put their files into one folder a step; its name must be no other attempt's."""
+        return xxhash.xxh3_64_hexdigest(fence)[:8]
+
     def close(self) -> None:
         if self.hold is not None:
-            self.hold.release()
+            self.hold.close()
 
 
-def join_run(env: WorkerEnv, ranks: RankGroup, url: str, options: Mapping[str, Any]) -> Session:
-    """Open the run at `url`, made if it isn't there. Raises BusyError if another live job holds it."""
-    options = dict(options)
+def join_run(env: WorkerEnv, ranks: RankGroup, place: RunPlace) -> Session:
+    """Open the run, made if it isn't there. Raises BusyError if another live job holds it."""
     if env.agent_socket:
-        agent = AgentLink(env.agent_socket, ranks.rank, env.incarnation or 0)
-        agent.phase("group")
-        incarnation, resume = agent.open_run(url, options, ranks.world_size)
-        if (url, incarnation) in _opened:
-            raise UsageError(
-                f"run {url} is opened a second time by one worker of ckptrt-launch",
-                safe="all that was committed",
-                hint="call ckptrt.init() once in a process; start another launch for another training on the same run",
-            )
-        _opened.add((url, incarnation))
-        return Session(
-            url=url,
-            options=options,
-            ranks=ranks,
-            catalog=Catalog(open_tier(url, **options)),
-            agent=agent,
-            incarnation=incarnation,
-            resume=resume,
-        )
-    holds: list[RunHold] = []
+        return _join_launched(env, env.agent_socket, ranks, place)
+    holds: list[ExitStack] = []
 
     def open_as_first() -> int:
-        holds.append(hold_run(url))
+        holds.append(hold_place(place))
         try:
-            return open_catalog(url, create=True, **options).newest_incarnation() + 1
+            return open_place(place).newest_incarnation() + 1
         except Error:
-            holds.pop().release()
+            holds.pop().close()
             raise
 
     incarnation = ranks.share(open_as_first)
     return Session(
-        url=url,
-        options=options,
+        place=place,
         ranks=ranks,
-        catalog=Catalog(open_tier(url, **options)),
+        catalog=view_place(place),
         agent=None,
         incarnation=incarnation,
         resume=None,
         hold=holds[0] if holds else None,
+    )
+
+
+def _join_launched(env: WorkerEnv, agent_socket: str, ranks: RankGroup, place: RunPlace) -> Session:
+    agent = AgentLink(agent_socket, ranks.rank, env.incarnation or 0)
+    agent.phase("group")
+    incarnation, resume = agent.open_run(place.data(), ranks.world_size)
+    if (place.url, incarnation) in _opened:
+        raise UsageError(
+            f"run {place.url} is opened a second time by one worker of ckptrt-launch",
+            safe="all that was committed",
+            hint="call ckptrt.init() once in a process; start another launch for another training on the same run",
+        )
+    _opened.add((place.url, incarnation))
+    return Session(
+        place=place,
+        ranks=ranks,
+        catalog=view_place(place),
+        agent=agent,
+        incarnation=incarnation,
+        resume=resume,
     )

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-from ckptrt.errors import CorruptError, NoCheckpointError, NotFoundError
+from ckptrt import say
+from ckptrt.errors import CorruptError, Error, NoCheckpointError, NotFoundError, StorageError
 from ckptrt.plan import Read, chunk_aligned
 from ckptrt.storage.checkpoint import Checkpoint
 from ckptrt.storage.layout import DATA
@@ -17,6 +18,7 @@ from ckptrt.storage.records import ObjectRecord, ReceiptRecord, ShardRecord, Ten
 from ckptrt.storage.shardfile import bad_chunks
 from ckptrt.storage.slots import ArenaView
 from ckptrt.storage.tiers.base import Tier
+from ckptrt.storage.tiers.layered import copies
 
 __all__ = ["MemorySource", "Part", "Source", "StoredSource"]
 
@@ -137,23 +139,23 @@ def read_verified(
     out: memoryview,
     rank: int,
 ) -> None:
-    """Read ranges of whole chunks to their own offsets in `out`, in parallel, and check each chunk's digest."""
+    """Read ranges of whole chunks to their own offsets in `out`, in parallel, and check each chunk's digest.
+
+    A chunk that one place can't give as it was written is taken from the next place that has the file, and a line
+    says so.
+    """
     step = max(_READ_BYTES // shard.chunk_bytes, 1) * shard.chunk_bytes
     pieces = [(at, min(step, start + size - at)) for start, size in reads for at in range(start, start + size, step)]
+    first, *others = copies(tier)
 
     def read(piece: tuple[int, int]) -> None:
         start, size = piece
         try:
-            tier.read_into(DATA + shard.name, start, out[start : start + size])
-        except (CorruptError, NotFoundError) as error:
-            raise CorruptError(
-                f"{error.what} (rank {rank}; bytes {start} to {start + size - 1} hold {_held(tensors, start, size)})",
-                safe="nothing of it was loaded",
-                hint=error.hint,
-            ) from None
-        for number in bad_chunks(shard, start // shard.chunk_bytes, out[start : start + size]):
-            at = number * shard.chunk_bytes
-            raise _bad_chunk(tier, shard, tensors, at, min(shard.chunk_bytes, shard.size_bytes - at), rank)
+            _read_piece(first, shard, tensors, start, out[start : start + size], rank)
+        except (CorruptError, StorageError) as error:
+            if not others:
+                raise
+            _mend_piece(others, shard, tensors, start, out[start : start + size], rank, error)
 
     if len(pieces) == 1:
         read(pieces[0])
@@ -161,6 +163,47 @@ def read_verified(
     with ThreadPoolExecutor(max_workers=_READERS) as pool:
         for _ in pool.map(read, pieces):
             pass
+
+
+def _read_piece(
+    tier: Tier, shard: ShardRecord, tensors: Sequence[TensorRecord], start: int, out: memoryview, rank: int
+) -> None:
+    size = len(out)
+    try:
+        tier.read_into(DATA + shard.name, start, out)
+    except (CorruptError, NotFoundError) as error:
+        raise CorruptError(
+            f"{error.what} (rank {rank}; bytes {start} to {start + size - 1} hold {_held(tensors, start, size)})",
+            safe="nothing of it was loaded",
+            hint=error.hint,
+        ) from None
+    for number in bad_chunks(shard, start // shard.chunk_bytes, out):
+        at = number * shard.chunk_bytes
+        raise _bad_chunk(tier, shard, tensors, at, min(shard.chunk_bytes, shard.size_bytes - at), rank)
+
+
+def _mend_piece(
+    others: Sequence[Tier],
+    shard: ShardRecord,
+    tensors: Sequence[TensorRecord],
+    start: int,
+    out: memoryview,
+    rank: int,
+    error: Error,
+) -> None:
+    """Take what is bad in `out` from other places, chunk by chunk. Raises the first place's `error` if none has it."""
+    for number in bad_chunks(shard, start // shard.chunk_bytes, out):
+        at = number * shard.chunk_bytes - start
+        chunk = out[at : at + shard.chunk_bytes]
+        for other in others:
+            try:
+                _read_piece(other, shard, tensors, start + at, chunk, rank)
+                break
+            except (CorruptError, StorageError):
+                continue
+        else:
+            raise error
+    say.line("warn", f"rank {rank}: taken from {others[0].url} instead: {error.what}")
 
 
 def _bad_chunk(

@@ -104,6 +104,10 @@ class Catalog:
         self.run_problem = ""
         self._clock = clock or SystemClock()
 
+    def places(self) -> tuple[Catalog, ...]:
+        """The catalogs of the places that hold the run, nearest first: where ranks write, and where it stays."""
+        return (self,)
+
     # --- the run
 
     def create_run(self, run_id: str | None = None) -> RunRecord | None:

@@ -9,9 +9,11 @@ the next one: files that are there are read and compared instead of written.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 import xxhash
@@ -27,6 +29,8 @@ from ckptrt.storage.tiers.base import Tier
 __all__ = ["CopyPlan", "copy", "plan_copy"]
 
 _PIECE_BYTES = 8 << 20
+_PARALLEL = 4  # files at a time; each takes two pieces of memory and reads ahead
+_TRUSTED_COMMITS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,26 +66,46 @@ def plan_copy(source: Catalog, target: Tier, commits: list[CommitId]) -> CopyPla
     )
 
 
-def copy(source: Catalog, target: Tier, plan: CopyPlan, progress: Callable[[int], None] | None = None) -> None:
+def copy(
+    source: Catalog,
+    target: Tier,
+    plan: CopyPlan,
+    progress: Callable[[int], None] | None = None,
+    num_parallel: int = _PARALLEL,
+) -> None:
     """Copy what the plan names. May be killed at any point and repeated; nothing partial is ever seen in the target.
 
-    progress: called with bytes copied or compared. Raises CorruptError, naming file and bytes, for a source that isn't
-    as it was written (its commit doesn't appear in the target then), and MismatchError as `plan_copy` does.
+    progress: called with bytes copied or compared, from several threads in turn. num_parallel: files at a time. Raises
+    CorruptError, naming file and bytes, for a source that isn't as it was written (its commit doesn't appear in the
+    target then), and MismatchError as `plan_copy` does.
     """
     if not plan.commits and not plan.fences:
         return
     _copy_run(source, target)
-    done: set[str] = set()
+    done = _trusted(target)
     for commit in plan.commits:
         checkpoint = source.open_checkpoint(commit)
-        for rank in range(checkpoint.record.world_size):
-            receipt = checkpoint.receipt(rank)
-            for shard, _ in receipt.files():
-                if shard.name not in done:
-                    _copy_file(source.tier, target, shard, progress)
-                    done.add(shard.name)
+        receipts = (checkpoint.receipt(rank) for rank in range(checkpoint.record.world_size))
+        shards = {shard.name: shard for receipt in receipts for shard, _ in receipt.files()}
+        new = [shard for shard in shards.values() if done.get(shard.name) != shard.size_bytes]
+        _copy_files(source.tier, target, new, progress, num_parallel)
+        done.update((shard.name, shard.size_bytes) for shard in shards.values())
         _copy_records(checkpoint, target)
     _copy_fences(source, target, plan.fences)
+
+
+def _trusted(target: Tier) -> dict[str, int]:
+    """Files, with their sizes, that the target's newest commits name: they were compared when those were copied.
+
+    A frozen base model is borrowed by every commit, and isn't read again for each of them.
+    """
+    catalog = Catalog(target)
+    found: dict[str, int] = {}
+    for commit in sorted(catalog.commit_ids(), reverse=True)[:_TRUSTED_COMMITS]:
+        with contextlib.suppress(CorruptError, NotFoundError):  # then its files are compared
+            for section in catalog.open_checkpoint(commit).head().sections:
+                found.update((file, size) for file, size in section.files() if target.size(DATA + file) == size)
+    return found
 
 
 # --- records
@@ -165,6 +189,34 @@ def _other_contents(target: Tier, name: str) -> MismatchError:
 
 
 # --- shard files
+
+
+def _copy_files(
+    source: Tier,
+    target: Tier,
+    shards: Sequence[ShardRecord],
+    progress: Callable[[int], None] | None,
+    num_parallel: int,
+) -> None:
+    """Several at a time; the first error ends it once the files under way are done."""
+    if num_parallel == 1 or len(shards) == 1:
+        for shard in shards:
+            _copy_file(source, target, shard, progress)
+        return
+    lock = threading.Lock()
+
+    def in_turn(size_bytes: int) -> None:
+        if progress is not None:
+            with lock:
+                progress(size_bytes)
+
+    with ThreadPoolExecutor(num_parallel, thread_name_prefix="ckptrt-copy-file") as pool:
+        copies = [pool.submit(_copy_file, source, target, shard, in_turn) for shard in shards]
+        try:
+            for done in as_completed(copies):
+                done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _copy_file(source: Tier, target: Tier, shard: ShardRecord, progress: Callable[[int], None] | None) -> None:

@@ -85,7 +85,8 @@ class _Failed:
 class RunWriter:
     """Gathers receipts of one attempt and commits, or waits for the commit of another node's coordinator.
 
-    notify is called from the writer's own thread with what became of each step.
+    notify is called from the writer's own thread with what became of each step. fenced: gives the error to fail with
+    once this incarnation is known to be overtaken in a place that isn't `tier`.
     """
 
     def __init__(
@@ -95,12 +96,14 @@ class RunWriter:
         notify: Callable[[Notice], None],
         after_commit: Callable[[Catalog], None],
         clock: Clock | None = None,
+        fenced: Callable[[], Error | None] = lambda: None,
     ) -> None:
         self.attempt = attempt
         self.tier = tier
         self.catalog = Catalog(tier)
         self._notify = notify
         self._after_commit = after_commit
+        self._fenced = fenced
         self._clock = clock or SystemClock()
         self._ranks: dict[int, int] = {}  # rank -> pid of the local ranks seen in this attempt, gone ones too
         self._live: set[int] = set()
@@ -288,6 +291,8 @@ class RunWriter:
         for rank, pid in self._ranks.items():
             faultpoint("committing", rank=rank, pid=pid, **facts)
         try:
+            if (overtaken := self._fenced()) is not None:
+                raise overtaken
             commit(
                 self.tier,
                 self.catalog,

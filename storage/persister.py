@@ -7,7 +7,7 @@ on the rank may die: the slot is written, and committed if all other ranks' are.
 its end or has something to read (whoever started this process is gone or done) it finishes what it was given, removes
 its socket, and exits.
 
-    hello   url options incarnation world_size nonce made_by keep dedup rank pid  ->  ready | error
+    hello   url local_dir options incarnation world_size nonce made_by keep dedup rank pid  ->  ready | error
     submit  step retry slot again, + arena                                  ->  persisted, committed | failed
     skip    step retry  this rank has no part for it: nobody need wait
 """
@@ -24,22 +24,22 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ckptrt import wire
-from ckptrt.errors import CorruptError, Error, ExistsError, PersistError
+from ckptrt.errors import CorruptError, Error, ExistsError, FencedError, PersistError
 from ckptrt.faultpoints import faultpoint
 from ckptrt.storage import layout
 from ckptrt.storage.borrow import Parcel, pack
 from ckptrt.storage.catalog import Catalog
+from ckptrt.storage.flush import Flusher, FlushNotice
 from ckptrt.storage.gather import Attempt, Notice, RunWriter
 from ckptrt.storage.prune import prune_committed
 from ckptrt.storage.records import ReceiptRecord, ShardRecord, seal, unseal
 from ckptrt.storage.retention import Keep
 from ckptrt.storage.shardfile import CHUNK_BYTES
 from ckptrt.storage.slots import ArenaView, SlotHeader
+from ckptrt.storage.tiered import RunPlace
 from ckptrt.storage.tiers.base import Tier
-from ckptrt.storage.tiers.registry import open_tier
 
 __all__ = ["adopt", "main", "write_shard"]
 
@@ -151,8 +151,8 @@ class _Client:
         if first is None:
             return
         try:
-            attempt, options = self._greet(first[0])
-            writer = self._persister.writer(attempt, options)
+            attempt, place = self._greet(first[0])
+            writer = self._persister.writer(attempt, place)
         except Error as error:
             self.send({"op": "error", **error.data()})
             return
@@ -170,10 +170,11 @@ class _Client:
             self._persister.unwatch(self)
             writer.leave_rank(self.rank, self.pid)
 
-    def _greet(self, message: wire.Message) -> tuple[Attempt, dict[str, Any]]:
+    def _greet(self, message: wire.Message) -> tuple[Attempt, RunPlace]:
         self.rank, self.pid = int(message["rank"]), int(message["pid"])
+        place = RunPlace.from_data(message)
         attempt = Attempt(
-            url=message["url"],
+            url=place.written,
             incarnation=int(message["incarnation"]),
             world_size=int(message["world_size"]),
             nonce=message["nonce"],
@@ -181,7 +182,7 @@ class _Client:
             keep=None if message["keep"] is None else Keep(**message["keep"]),
             dedup=bool(message.get("dedup", True)),
         )
-        return attempt, dict(message["options"])
+        return attempt, place
 
     def _take(self, writer: RunWriter, message: wire.Message, fds: tuple[int, ...]) -> None:
         """Queue what a rank hands over."""
@@ -269,6 +270,7 @@ class Persister:
         self._listener = wire.listen(socket_path)
         self._lock = threading.Lock()
         self._writers: dict[tuple[str, int], RunWriter] = {}
+        self._flushers: dict[tuple[str, str], Flusher] = {}  # by the two places, for all incarnations
         self._clients: dict[_Client, tuple[str, int]] = {}
         self._threads: list[threading.Thread] = []
 
@@ -295,21 +297,44 @@ class Persister:
             thread.join()
         for writer in list(self._writers.values()):
             writer.close()
+        for flusher in list(self._flushers.values()):
+            flusher.close()
 
-    def writer(self, attempt: Attempt, options: dict[str, Any]) -> RunWriter:
+    def writer(self, attempt: Attempt, place: RunPlace) -> RunWriter:
         key = (attempt.url, attempt.incarnation)
         with self._lock:
             for old in [k for k, w in self._writers.items() if k != key and w.idle()]:
                 self._writers.pop(old).close()
             if key not in self._writers:
-                tier = open_tier(attempt.url, **options)
-                self._writers[key] = RunWriter(
-                    attempt,
-                    tier,
-                    notify=lambda notice: self._tell(key, notice),
-                    after_commit=lambda catalog: self._prune(key, attempt, catalog),
-                )
+                self._writers[key] = self._new_writer(key, attempt, place)
             return self._writers[key]
+
+    def _new_writer(self, key: tuple[str, int], attempt: Attempt, place: RunPlace) -> RunWriter:
+        flusher = self._flusher(place) if place.local_dir else None
+
+        def after_commit(catalog: Catalog) -> None:
+            if flusher is not None:
+                flusher.wake()
+            self._prune(key, attempt, catalog, flusher)
+
+        if flusher is not None:
+            flusher.serve(attempt.incarnation, attempt.keep)
+        return RunWriter(
+            attempt,
+            place.near_tier(),
+            notify=lambda notice: self._tell(key, notice),
+            after_commit=after_commit,
+            fenced=lambda: None if flusher is None else flusher.fenced,
+        )
+
+    def _flusher(self, place: RunPlace) -> Flusher:
+        """The one that flushes from here to there; it is told of by whichever incarnation is the newest."""
+        both = (place.local_dir, place.url)
+        if both not in self._flushers:
+            self._flushers[both] = Flusher(
+                place.near_tier(), place.far_tier(), lambda notice: self._tell_flush(place.local_dir, notice)
+            )
+        return self._flushers[both]
 
     def watch(self, client: _Client, attempt: Attempt) -> None:
         with self._lock:
@@ -325,17 +350,27 @@ class Persister:
         else:
             self._broadcast(key, {"op": "failed", "step": notice.step, "retry": notice.retry, **notice.error.data()})
 
+    def _tell_flush(self, url: str, notice: FlushNotice) -> None:
+        with self._lock:
+            incarnation = max((i for u, i in self._clients.values() if u == url), default=0)
+        if notice.error is None:
+            self._broadcast((url, incarnation), {"op": "flushed", "step": notice.step, "took_s": notice.took_s})
+        else:
+            op = "fenced" if isinstance(notice.error, FencedError) else "unflushed"
+            self._broadcast((url, incarnation), {"op": op, **notice.error.data()})
+
     def _broadcast(self, key: tuple[str, int], message: wire.Message) -> None:
         with self._lock:
             clients = [client for client, belongs in self._clients.items() if belongs == key]
         for client in clients:
             client.send(message)
 
-    def _prune(self, key: tuple[str, int], attempt: Attempt, catalog: Catalog) -> None:
-        if attempt.keep is None:
-            return
+    def _prune(self, key: tuple[str, int], attempt: Attempt, catalog: Catalog, flusher: Flusher | None) -> None:
         try:
-            prune_committed(catalog, attempt.keep)
+            if flusher is not None:
+                flusher.prune_near()
+            elif attempt.keep is not None:
+                prune_committed(catalog, attempt.keep)
         except Error as error:
             self._broadcast(key, {"op": "warning", **error.data()})
 

@@ -36,6 +36,7 @@ class PrunePolicy:
 
     grace_s: commits off the path and data without a commit stay until they are as old as this.
     removed_grace_s: the same for data of commits that this very plan removes.
+    holding: commits that stay whatever the rules say, as nobody else has them yet.
     overtaken_only: leave commits off the path alone until the path has passed their step, and those of branches that
     were left altogether for good: nothing of an abandoned branch is lost unless somebody asks for it.
     """
@@ -43,6 +44,7 @@ class PrunePolicy:
     keep: Keep
     grace_s: float = GRACE_S
     removed_grace_s: float = GRACE_S
+    holding: frozenset[CommitId] = frozenset()
     overtaken_only: bool = False
 
     def __post_init__(self) -> None:
@@ -120,6 +122,7 @@ def plan_prune(
     late = set(catalog.commit_ids()) - set(lineage.commits) - set(lineage.off_path)
     pinned = pinned_ids(catalog)
     stay = wanted(policy.keep, _candidates(catalog, lineage, policy.keep, now_s))
+    stay.update((commit, "not flushed yet") for commit in policy.holding)
     stay.update((commit, "pinned") for commit in pinned)
     newest = _newest_good(lineage, policy.keep.last, examine or catalog.examine)
     kept, gone = _sort_commits(lineage, *newest, stay, policy)
@@ -230,13 +233,13 @@ def _pinned_error(commit: CommitId) -> StorageError:
     )
 
 
-def prune_committed(catalog: Catalog, keep: Keep) -> PruneResult:
+def prune_committed(catalog: Catalog, keep: Keep, holding: Iterable[CommitId] = ()) -> PruneResult:
     """What a running job does after each commit: keep what is wanted, free the others' space at once.
 
     Reads the records of the kept commits only, unless the rules need more. Raises StorageError if something could not
     be deleted.
     """
-    policy = PrunePolicy(keep=keep, removed_grace_s=0.0, overtaken_only=True)
+    policy = PrunePolicy(keep=keep, removed_grace_s=0.0, holding=frozenset(holding), overtaken_only=True)
     result = execute(catalog, plan_prune(catalog, policy, time.time()))
     if result.errors:
         raise result.errors[0]

@@ -22,6 +22,7 @@ from ckptrt.agents.verdict import Exit, Verdict
 from ckptrt.clock import FakeClock
 from ckptrt.errors import BusyError, NoCheckpointError, UsageError
 from ckptrt.storage.catalog import Parent, open_catalog
+from ckptrt.storage.tiered import RunPlace
 from ckptrt.wire import Channel, Message, connect
 
 
@@ -33,7 +34,7 @@ class Desk:
         self.steps: list[int] = []
         self.waiting: list[Callable[[Message], None]] = []
 
-    def open_run(self, url: str, options: dict[str, Any], world_size: int, answer: Callable[[Message], None]) -> None:
+    def open_run(self, place: RunPlace, world_size: int, answer: Callable[[Message], None]) -> None:
         self.waiting.append(answer)
 
     def persister_path(self) -> str:
@@ -247,7 +248,7 @@ def no_memory() -> list[Snapshot]:
 def test_fences_follow_each_other(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     ledger = RunLedger(Counter())
-    ledger.open_run(url, {})
+    ledger.open_run(RunPlace.of(url))
     try:
         opening = ledger.advance(memory=no_memory, policy="auto", world_size=2)
         assert (opening.incarnation, opening.resume_text) == (1, "fresh")
@@ -274,9 +275,9 @@ def test_fences_follow_each_other(tmp_path: Path) -> None:
             with pytest.raises(NoCheckpointError):
                 ledger.advance(memory=no_memory, policy=policy, world_size=2)
         with pytest.raises(UsageError, match="already writes to"):
-            ledger.open_run(str(tmp_path / "other"), {})
+            ledger.open_run(RunPlace.of(str(tmp_path / "other")))
         with pytest.raises(BusyError):
-            RunLedger(Counter()).open_run(url, {})
+            RunLedger(Counter()).open_run(RunPlace.of(url))
     finally:
         ledger.close()
 
@@ -293,7 +294,7 @@ def test_a_race_for_a_number_is_run_again(tmp_path: Path) -> None:
         return number, ""
 
     ledger = RunLedger(raced)
-    ledger.open_run(url, {})
+    ledger.open_run(RunPlace.of(url))
     try:
         assert ledger.advance(memory=no_memory, policy="auto", world_size=1).incarnation == 3
     finally:
@@ -354,7 +355,7 @@ def test_a_run_that_is_named_late_is_fenced_with_the_number_of_the_workers_that_
     ledger = RunLedger(Counter())
     try:
         assert ledger.advance(memory=no_memory, policy="auto", world_size=2).incarnation == 1
-        ledger.open_run(str(tmp_path / "run"), {})
+        ledger.open_run(RunPlace.of(str(tmp_path / "run")))
         for expected in (1, 2):
             assert ledger.advance(memory=no_memory, policy="auto", world_size=2).incarnation == expected
     finally:

@@ -22,6 +22,7 @@ from ckptrt.storage.layout import DATA, commit_name
 from ckptrt.storage.prune import prune_committed
 from ckptrt.storage.records import seal
 from ckptrt.storage.retention import Keep
+from ckptrt.storage.tiered import RunPlace
 from ckptrt.storage.tiers import open_tier
 
 
@@ -85,7 +86,7 @@ def test_a_launch_does_not_start_fresh_over_damage(tmp_path: Path) -> None:
     for shard in Path(tmp_path, "run", "data").glob("*/*.safetensors"):
         shard.unlink()
     ledger = RunLedger(lambda above: (above + 1, ""))
-    ledger.open_run(str(tmp_path / "run"), {})
+    ledger.open_run(RunPlace.of(str(tmp_path / "run")))
     try:
         before = run.catalog.newest_incarnation()
         with pytest.raises(CorruptError, match="2 checkpoints and none is whole"):
@@ -117,7 +118,7 @@ def test_a_launch_chooses_again_if_something_was_committed_meanwhile(
 
     monkeypatch.setattr(Catalog, "write_fence", write)
     ledger = RunLedger(raise_number)
-    ledger.open_run(str(tmp_path / "run"), {})
+    ledger.open_run(RunPlace.of(str(tmp_path / "run")))
     try:
         opening = ledger.advance(memory=list, policy="auto", world_size=2)
         assert opening.resume_text == "20.1.stored"
@@ -134,7 +135,7 @@ def test_nobody_starts_fresh_when_the_fence_s_parent_is_gone(tmp_path: Path) -> 
     run.zombie_save(20, 1)
     run.tier.delete(commit_name(CommitId(10, 1)))
     ledger = RunLedger(lambda above: (above + 1, ""))
-    ledger.open_run(url, {})
+    ledger.open_run(RunPlace.of(url))
     try:
         with pytest.raises(CorruptError, match="step 10 of incarnation 1, which is gone; there is step 20"):
             ledger.advance(memory=list, policy="auto", world_size=2)
