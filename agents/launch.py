@@ -102,7 +102,7 @@ def _greeting(job: Job) -> list[str]:
     ranks = "rank" if job.num_workers == 1 else "ranks"
     lines = [f"ckptrt-launch {_version()} · run {job.run} · 1 node × {job.num_workers} {ranks}"]
     if job.url:
-        lines.append(line("checkpoints", job.url))
+        lines.append(line("checkpoints", job.url + (f", first to {job.local_dir}" if job.local_dir else "")))
     if job.logs.directory:
         lines.append(line("logs", os.path.relpath(job.logs.directory)))
     if job.cold and job.program.kind != "command":

@@ -96,7 +96,7 @@ class Supervisor:
         self._opening: Opening | None = None
         self._run_answer: Message | None = None  # what open_run is answered with in this set
         self._run_refusals: dict[str, Message] = {}  # by url: said once for all ranks of this set
-        self._run_waiters: list[Callable[[Message], None]] = []
+        self._run_waiters: list[tuple[RunPlace, Callable[[Message], None]]] = []
         self._set_logs = SetLogs(directory=None)
         self._specs: list[WorkerSpec] = []
         self._started_at_s = 0.0
@@ -408,17 +408,12 @@ class Supervisor:
 
     def open_run(self, place: RunPlace, world_size: int, answer: Callable[[Message], None]) -> None:
         if self._run_answer is not None:
-            try:
-                self._ledger.open_run(place)  # the same run, or an error: nothing is done
-            except Error as error:
-                answer(error_reply(error))
-            else:
-                answer(self._run_answer)
+            answer(self._answer_to(place, self._run_answer))
             return
         if place.url in self._run_refusals:
             answer(self._run_refusals[place.url])
             return
-        self._run_waiters.append(answer)
+        self._run_waiters.append((place, answer))
         if len(self._run_waiters) == 1:
             self._submit(self._open_run, place, world_size)
 
@@ -439,19 +434,26 @@ class Supervisor:
         self._note_opening(opening)
         self._persister.ensure()
         assert self._run_answer is not None
-        self._answer_waiters(self._run_answer)
+        waiters, self._run_waiters = self._run_waiters, []
+        for place, answer in waiters:
+            answer(self._answer_to(place, self._run_answer))
         self._dispatch(restart.RunOpened(incarnation=opening.incarnation))
+
+    def _answer_to(self, place: RunPlace, known: Message) -> Message:
+        """The answer to a worker that means the run that is open; an error for one that means another."""
+        try:
+            self._ledger.open_run(place)
+        except Error as error:
+            return error_reply(error)
+        return known
 
     def _run_refused(self, url: str, error: Error) -> None:
         self._herald.error(error)
         self._run_refusals[url] = error_reply(error)
-        self._answer_waiters(self._run_refusals[url])
-        self._dispatch(restart.RunOpened(exit_code=error.exit_code))
-
-    def _answer_waiters(self, message: Message) -> None:
         waiters, self._run_waiters = self._run_waiters, []
-        for answer in waiters:
-            answer(message)
+        for _place, answer in waiters:
+            answer(self._run_refusals[url])
+        self._dispatch(restart.RunOpened(exit_code=error.exit_code))
 
     def persister_path(self) -> str:
         self._persister.ensure()

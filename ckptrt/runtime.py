@@ -403,9 +403,9 @@ class Runtime:
                 self._committed(save)
             elif op == "failed":
                 self._failed(save.handle, from_data(message))
-        elif op == "fenced":
-            self._raise_next = from_data(message)
-        elif op in ("flushed", "unflushed"):
+        elif op in ("flushed", "unflushed", "fenced"):
+            if op == "fenced":
+                self._raise_next = from_data(message)
             if self.rank == 0:
                 self._flush.hear(message)
         elif op in ("warning", "lost"):

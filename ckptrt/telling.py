@@ -26,6 +26,7 @@ def tell_start(session: Session, world_size: int, restored: Restored | None) -> 
         aside = len(session.catalog.commit_ids())
         left = f"{aside} checkpoints of older incarnations are left aside" if aside else "no committed checkpoint"
         say.line("start", f"fresh: {left} in {url} · incarnation {session.incarnation}")
+        _tell_gone(session, aside)
         return
     saved, now = restored.world_size, world_size
     ranks = f"{now} rank{'s' * (now > 1)}" + (" (same as saved)" if saved == now else f" (saved by {saved})")
@@ -43,6 +44,18 @@ def tell_start(session: Session, world_size: int, restored: Restored | None) -> 
         )
     elif saved > now:
         say.line("warn", f"plain state and random generators of ranks {now} to {saved - 1} are not used")
+
+
+def _tell_gone(session: Session, num_commits: int) -> None:
+    """A run that had come somewhere starts anew without a word only if it was told to."""
+    older = (fence for number, fence in session.catalog.fences().items() if number < session.incarnation)
+    last = next(older, None)
+    if not num_commits and last is not None and last.parent is not None:
+        say.line(
+            "warn",
+            f"incarnation {last.incarnation} went on from step {last.parent.step}, which is nowhere to be found now"
+            + (f"; is {session.place.local_dir} the disk that it was written to?" if session.place.local_dir else ""),
+        )
 
 
 def tell_unsaved(step_count: int, last_committed: int | None, stats: SaveStats) -> None:

@@ -153,7 +153,7 @@ class Catalog:
 
     def newest_incarnation(self) -> int:
         """The highest incarnation that has a fence, readable or not; 0 if none. The next one must be higher."""
-        return max(self._fence_numbers(), default=0)
+        return max(self.fence_numbers(), default=0)
 
     def newest_fence(self) -> FenceRecord | None:
         """The newest fence that can be read. Use newest_incarnation() to choose the next number."""
@@ -248,11 +248,14 @@ class Catalog:
 
         before: as if that incarnation, and newer ones, had not been fenced: for who has just done so and chooses anew.
         """
-        names = self._commit_names()
+        return self.lineage(self.commit_ids(), before)
+
+    def lineage(self, commits: Iterable[CommitId], before: int | None = None) -> Lineage:
+        """The same for these commits, listed before this call, of which some may lie elsewhere."""
         fences, bad_fences = self._read_fences()
         parents = {i: fence.parent for i, fence in fences.items() if before is None or i < before}
         bad = {i: problem for i, problem in bad_fences.items() if before is None or i < before}
-        return trace(parents, names.values(), bad)
+        return trace(parents, commits, bad)
 
     def check_fresh(self, before: int | None = None) -> None:
         """Raise CorruptError if a start from nothing would leave checkpoints aside that nobody chose to leave.
@@ -319,12 +322,13 @@ class Catalog:
         entries = ((entry.name, parse_commit_name(entry.name)) for entry in self.tier.list(COMMITS))
         return {name: commit for name, commit in entries if commit is not None}
 
-    def _fence_numbers(self) -> list[int]:
+    def fence_numbers(self) -> list[int]:
+        """Every incarnation that has a fence, readable or not, newest first."""
         numbers = (parse_fence_name(entry.name) for entry in self.tier.list(FENCES))
         return sorted((number for number in numbers if number is not None), reverse=True)
 
     def _read_fences(self) -> tuple[dict[int, FenceRecord], dict[int, str]]:
-        numbers = self._fence_numbers()
+        numbers = self.fence_numbers()
         data = self.tier.read_many([fence_name(number) for number in numbers])
         fences: dict[int, FenceRecord] = {}
         bad: dict[int, str] = {}

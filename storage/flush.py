@@ -6,18 +6,18 @@ checkpoint goes when the newest two are newer, but not before it is flushed, if 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from ckptrt.clock import Clock, SystemClock
 from ckptrt.errors import CorruptError, Error, FencedError, NotFoundError, PersistError
 from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.copy import copy, plan_copy
-from ckptrt.storage.layout import CommitId
-from ckptrt.storage.prune import PrunePolicy, plan_prune, prune_committed
+from ckptrt.storage.layout import COMMITS, CommitId
+from ckptrt.storage.prune import prune_committed, wanted_ids
 from ckptrt.storage.retention import Keep
 from ckptrt.storage.tiers.base import Tier
 
@@ -29,7 +29,7 @@ _NEAR_KEEP = Keep(last=2)
 _FENCE_CHECK_S = 10.0  # how long a job that was taken over elsewhere may write near without knowing it
 _RETRY_FIRST_S = 1.0
 _RETRY_MAX_S = 60.0
-_CLOSING_TRIES = 5
+_CLOSING_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +41,23 @@ class FlushNotice:
     error: Error | None = None
 
 
-def due(near: Catalog, there: Collection[CommitId], keep: Keep | None) -> list[CommitId]:
+def due(
+    near: Catalog,
+    there: Mapping[CommitId, Mapping[str, float]],
+    keep: Keep | None,
+    bad: Collection[CommitId] = (),
+    done: Collection[CommitId] = (),
+) -> list[CommitId]:
     """The commits of the near place that must still be brought to the far one, newest first.
 
-    there: those that the far place has. keep: which ones shall stay; None: all of the valid path.
+    there: those that the far place has, with their metrics. keep: which ones shall stay, of both; None: all of the
+    valid path. bad: those that are damaged. done: those that have been there before.
     """
-    path = near.path().commits
-    if keep is not None:
-        plan = plan_prune(near, PrunePolicy(keep=keep, overtaken_only=True), time.time())
-        wanted = {kept.id for kept in plan.kept}
-        path = tuple(commit for commit in path if commit in wanted)
-    return [commit for commit in path if commit not in there]
+    missing = [commit for commit in near.path().commits if not any(commit in them for them in (there, bad, done))]
+    if not missing or keep is None:
+        return missing
+    wanted = wanted_ids(near, keep, there, bad)
+    return [commit for commit in missing if commit in wanted]
 
 
 class Flusher:
@@ -71,9 +77,12 @@ class Flusher:
         self._clock = clock or SystemClock()
         self._incarnation = 0
         self._keep: Keep | None = None
-        self._there: frozenset[CommitId] | None = None  # what the far place is known to have
+        # What the far place is known to have, with its metrics; None before the first look.
+        self._there: dict[CommitId, Mapping[str, float]] | None = None
         self._under_way: tuple[CommitId, ...] = ()  # stays, even if newer ones come: else none would ever arrive
+        self._begun: dict[CommitId, float] = {}  # those that nobody has been told of yet, and when they were begun
         self._damaged: set[CommitId] = set()
+        self._arrived: set[CommitId] = set()  # if the far place has one no more, somebody there wanted it gone
         self._changed = threading.Condition()
         self._awake = False
         self._closing = False
@@ -101,7 +110,8 @@ class Flusher:
             there, keep = self._there, self._keep
             under_way = self._under_way
         if there is not None:  # else nothing is known to be flushed
-            prune_committed(self.near, _NEAR_KEEP, holding={*due(self.near, there, keep), *under_way})
+            waiting = due(self.near, there, keep, self._damaged, self._arrived)
+            prune_committed(self.near, _NEAR_KEEP, holding={*waiting, *under_way})
 
     def close(self) -> None:
         """Bring what is due, and end. If the far place can't be reached, that is given up after a while and told."""
@@ -140,15 +150,36 @@ class Flusher:
 
     def _bring_all(self) -> None:
         """Bring all that is due, the newest first: more may be committed meanwhile."""
+        if self.near.run is None:
+            self.near.open_run()
         while not self._is_fenced():
-            with self._changed:
-                keep = self._keep
-                self._there = there = frozenset(self.far.commit_ids())
-            waiting = [commit for commit in due(self.near, there, keep) if commit not in self._damaged]
+            keep, there = self._look()
+            waiting = due(self.near, there, keep, self._damaged, self._arrived)
             if not waiting:
                 break
             self._flush(waiting[0], keep)
-        self.prune_near()
+        self._prune(self.prune_near)
+
+    def _look(self) -> tuple[Keep | None, dict[CommitId, Mapping[str, float]]]:
+        """The rules, and what is there. Commits never change, so each is read once, and only if a rule needs it."""
+        with self._changed:
+            keep, known = self._keep, self._there or {}
+        there: dict[CommitId, Mapping[str, float]] = {}
+        for commit in self.far.commit_ids():
+            there[commit] = known.get(commit, {})
+            if keep is not None and keep.best is not None and commit not in known:
+                with contextlib.suppress(CorruptError, NotFoundError):
+                    there[commit] = self.far.read_commit(commit).metrics
+        if there.keys() - known.keys():
+            self.far.tier.settle(COMMITS)  # it can be seen before it is safe
+        with self._changed:
+            self._there = there
+        for commit in there.keys() & self._begun.keys():
+            self._told = ""
+            self._arrived.add(commit)
+            took_s = self._clock.monotonic_s() - self._begun.pop(commit)
+            self._notify(FlushNotice(step=commit.step, took_s=took_s))
+        return keep, there
 
     def _is_fenced(self) -> bool:
         newest = self.far.newest_incarnation()
@@ -160,12 +191,13 @@ class Flusher:
         return True
 
     def _flush(self, commit: CommitId, keep: Keep | None) -> None:
-        started_s = self._clock.monotonic_s()
+        self._begun.setdefault(commit, self._clock.monotonic_s())
         self._hold(commit)
         try:
             copy(self.near, self.far.tier, plan_copy(self.near, self.far.tier, [commit]))
         except (CorruptError, NotFoundError) as error:
             if commit not in self.near.commit_ids():
+                self._begun.pop(commit)
                 return  # somebody has pruned it meanwhile
             if isinstance(error, NotFoundError):
                 raise
@@ -174,10 +206,15 @@ class Flusher:
             return
         finally:
             self._hold()
-        self._told = ""
-        self._notify(FlushNotice(step=commit.step, took_s=self._clock.monotonic_s() - started_s))
+        self._look()
         if keep is not None:
-            prune_committed(self.far, keep)
+            self._prune(lambda: prune_committed(self.far, keep))
+
+    def _prune(self, prune: Callable[[], object]) -> None:
+        try:
+            prune()
+        except Error as error:
+            self._tell(FlushNotice(step=0, error=error))
 
     def _hold(self, *commits: CommitId) -> None:
         with self._changed:

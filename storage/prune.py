@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptrt.errors import CorruptError, ExistsError, NotFoundError, StorageError, UsageError
 from ckptrt.storage.catalog import Catalog, CommitInfo
@@ -22,7 +22,8 @@ from ckptrt.storage.retention import Candidate, Keep, wanted
 from ckptrt.storage.tiers.base import Entry
 
 __all__ = [
-    "GRACE_S", "Kept", "PrunePlan", "PrunePolicy", "PruneResult", "Removal", "execute", "plan_prune", "prune_committed",
+    "GRACE_S", "Kept", "PrunePlan", "PrunePolicy", "PruneResult", "Removal", "execute", "plan_prune",
+    "prune_committed", "wanted_ids",
 ]  # fmt: skip
 
 # Longer than any lease and any pause of a writer that still counts as alive.
@@ -233,11 +234,27 @@ def _pinned_error(commit: CommitId) -> StorageError:
     )
 
 
+def wanted_ids(
+    catalog: Catalog, keep: Keep, elsewhere: Mapping[CommitId, Mapping[str, float]], bad: Collection[CommitId]
+) -> set[CommitId]:
+    """The commits of the path that shall stay, of this catalog's and of those that lie elsewhere, with their metrics.
+
+    bad: those that don't count among the last ones.
+    """
+    lineage = catalog.lineage({*catalog.commit_ids(), *elsewhere})
+    candidates = [
+        replace(candidate, metrics=dict(elsewhere[candidate.id])) if candidate.id in elsewhere else candidate
+        for candidate in _candidates(catalog, lineage, keep, time.time())
+    ]
+    last = [commit for commit in lineage.commits if commit not in bad][: keep.last]
+    return {*last, *wanted(keep, candidates), *pinned_ids(catalog)}
+
+
 def prune_committed(catalog: Catalog, keep: Keep, holding: Iterable[CommitId] = ()) -> PruneResult:
     """What a running job does after each commit: keep what is wanted, free the others' space at once.
 
-    Reads the records of the kept commits only, unless the rules need more. Raises StorageError if something could not
-    be deleted.
+    holding: commits that stay whatever the rules say. Reads the records of the kept commits only, unless the rules need
+    more. Raises StorageError if something could not be deleted.
     """
     policy = PrunePolicy(keep=keep, removed_grace_s=0.0, holding=frozenset(holding), overtaken_only=True)
     result = execute(catalog, plan_prune(catalog, policy, time.time()))

@@ -88,7 +88,10 @@ class TieredCatalog(Catalog):
         MismatchError if the two places hold two runs, or two histories of one.
         """
         near = self._id_at(self.near)
-        self.run = self.far.create_run(run_id or near)
+        if near is not None and RUN not in self.far.tier.read_many([RUN]):
+            self.far.tier.probe()  # as at every first opening
+            self.tier.create(RUN, self.near.tier.read(RUN))
+        self.run = self.far.create_run(run_id)
         self.run_problem = self.far.run_problem
         far = self.run.run_id if self.run is not None else None
         if near is not None and far is not None and near != far:

@@ -37,8 +37,10 @@ class FakeRun:
         origin = Parent(step=parent[0], incarnation=parent[1]) if parent else None
         self.catalog.write_fence(incarnation, origin, self.world_size, OWNER)
 
-    def save(self, step: int, incarnation: int = 1, nonce: str = "0a") -> CommitInfo:
-        receipts = self.write_data(step, incarnation, nonce)
+    def save(
+        self, step: int, incarnation: int = 1, nonce: str = "0a", metrics: dict[str, float] | None = None
+    ) -> CommitInfo:
+        receipts = self.write_data(step, incarnation, nonce, metrics or {})
         return self.commit(step, incarnation, receipts, nonce)
 
     def zombie_save(self, step: int, incarnation: int, nonce: str = "0a") -> CommitInfo:
@@ -54,12 +56,22 @@ class FakeRun:
         folder = data_dir(CommitId(step, incarnation), nonce).removeprefix(DATA).rstrip("/")
         return commit(self.tier, self.catalog, step, incarnation, folder, receipts, "tests", self.clock)
 
-    def write_data(self, step: int, incarnation: int = 1, nonce: str = "0a") -> dict[int, bytes]:
+    def write_data(
+        self, step: int, incarnation: int = 1, nonce: str = "0a", metrics: dict[str, float] | None = None
+    ) -> dict[int, bytes]:
         """Shard files and receipts of all ranks, not yet committed."""
-        return {rank: self.write_rank(step, incarnation, rank, nonce) for rank in range(self.world_size)}
+        return {
+            rank: self.write_rank(step, incarnation, rank, nonce, metrics=metrics) for rank in range(self.world_size)
+        }
 
     def write_rank(
-        self, step: int, incarnation: int, rank: int, nonce: str = "0a", borrow: ReceiptRecord | None = None
+        self,
+        step: int,
+        incarnation: int,
+        rank: int,
+        nonce: str = "0a",
+        borrow: ReceiptRecord | None = None,
+        metrics: dict[str, float] | None = None,
     ) -> bytes:
         """One rank's shard file and receipt; with `borrow` the tensor model.weight stays where that one has it."""
         folder = data_dir(CommitId(step, incarnation), nonce)
@@ -90,6 +102,7 @@ class FakeRun:
                 tensors=layout.tensors,
                 objects=layout.objects,
                 borrowed=borrowed,
+                metrics=metrics or {},
             )
         )
         self.tier.create(folder + receipt_name(rank), receipt)

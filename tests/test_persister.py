@@ -23,6 +23,7 @@ from ckptrt.storage.borrow import pack
 from ckptrt.storage.catalog import open_catalog
 from ckptrt.storage.layout import DATA
 from ckptrt.storage.persister import Persister, write_shard
+from ckptrt.storage.tiered import RunPlace
 from ckptrt.storage.tiers import open_tier
 from ckptrt.storage.tiers.faulty import Fault, FaultyTier
 from ckptrt.storage.verify import verify_commit
@@ -239,7 +240,7 @@ def serve(tmp_path, monkeypatch) -> Iterator[Callable[[Any], str]]:
     served: list[Persister] = []
 
     def make(tier: Any) -> str:
-        monkeypatch.setattr(module, "open_tier", lambda url, **options: tier)
+        monkeypatch.setattr(RunPlace, "near_tier", lambda place: tier)
         folder = tmp_path / "sockets"
         folder.mkdir()
         served.append(Persister(str(folder / "s")))
