@@ -29,13 +29,13 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in ("RANK", "WORLD_SIZE", "CKPTRT_AGENT_SOCKET", "CKPTRT_DIR", "CKPTRT_LOCAL_DIR"):
         monkeypatch.delenv(name, raising=False)
     return {"dir": str(tmp_path / "far"), "local_dir": str(tmp_path / "near")}
 
 
-def train(places: dict[str, str], steps: int, **more: Any) -> list[float]:
+def train(places: dict[str, Any], steps: int, **more: Any) -> list[float]:
     """Go on with the run up to a step, which is saved; gives the losses of what this job computed."""
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 200)
