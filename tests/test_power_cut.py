@@ -12,7 +12,7 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,15 @@ from support_crash_job import Job
 from support_crash_judge import judge, ledger_of
 from support_crash_log import WatchedFs
 from support_crash_scenarios import scenario_named
+from support_runs import make_run
+
+from ckptrt.errors import Error
+from ckptrt.storage.catalog import Catalog
+from ckptrt.storage.copy import copy, plan_copy
+from ckptrt.storage.layout import CommitId
+from ckptrt.storage.tiers.local import LocalTier
+from ckptrt.storage.tiers.memory import MemoryTier
+from ckptrt.storage.verify import verify_commit
 
 _SHUTDOWN = 0x8004587D  # FS_IOC_SHUTDOWN
 _NO_LOG_FLUSH = 2
@@ -112,6 +121,61 @@ def cut_at(made: Disk, base: str, name: str, at: int) -> list:
     made.unmount()
     made.mount()
     return fs.log
+
+
+@pytest.mark.parametrize("kind", sorted(_SIZES))
+def test_what_was_flushed_is_there_after_the_power_came_back(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL", "ckptrt")
+    rng = random.Random(f"flush {kind}")
+    near = history()
+    with disk(kind, tmp_path) as made:
+        total = flush_until(made, near, f"{made.place}/dry", None)[1]
+        for number, at in enumerate(sorted(rng.sample(range(10, total), 16))):
+            base = f"{made.place}/{number}"
+            told, _ = flush_until(made, near, base, at)
+            far = Catalog(LocalTier(f"{base}/far"))
+            there = far.path().commits if told else ()
+            assert set(told) <= set(there)
+            assert all(verify_commit(far, commit, read_data=True).is_ok for commit in there)
+            # The next flush goes on from whatever is there.
+            copy(near, far.tier, plan_copy(near, far.tier, list(near.path().commits)))
+            assert far.path().commits == near.path().commits
+            assert all(verify_commit(far, commit, read_data=True).is_ok for commit in near.path().commits)
+
+
+def history() -> Catalog:
+    """A run of two incarnations whose last checkpoint borrows from its first."""
+    run = make_run(MemoryTier(), [10, 20], columns=3000)
+    old = run.catalog.open_checkpoint(CommitId(10, 1)).receipt(0)
+    run.fence(2, (20, 1))
+    run.commit(30, 2, {0: run.write_rank(30, 2, 0, borrow=old), 1: run.write_rank(30, 2, 1)})
+    return run.catalog
+
+
+def flush_until(made: Disk, near: Catalog, base: str, at: int | None) -> tuple[list[CommitId], int]:
+    """Flush, the newest first, until the power goes at call `at`; what was told to have arrived, and all calls."""
+    fs = WatchedFs(base, syncs=True)
+    os.mkdir(base)
+    os.sync()
+
+    def cut(call: str, number: int) -> None:
+        if number == at:
+            made.cut()
+
+    fs.on_call = cut
+    far = LocalTier(f"{base}/far", fs=fs)
+    told: list[CommitId] = []
+    with suppress(Error):
+        for commit in near.path().commits:
+            copy(near, far, plan_copy(near, far, [commit]), num_parallel=1)
+            told.append(commit)
+    fs.reap()
+    if at is not None:
+        made.unmount()
+        made.mount()
+    return told, fs.num_calls
 
 
 def test_a_file_that_was_not_synced_is_lost(tmp_path: Path) -> None:
