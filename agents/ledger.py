@@ -130,7 +130,7 @@ class RunLedger:
             resume, notes = self._choose(catalog, memory, policy, world_size, mine)
             decided_s = time.monotonic()
             parent = storage.Parent(step=resume.step, incarnation=resume.incarnation) if resume else None
-            number = self._next(catalog.newest_incarnation(), notes)
+            number = self._next(catalog.next_incarnation() - 1, notes)
             # What is in memory is newer than what its workers' persister may still commit, and prune can't reach it.
             from_memory = resume is not None and resume.tier == "memory"
             if not from_memory and not known.issuperset(catalog.commit_ids()):

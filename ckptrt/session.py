@@ -135,7 +135,7 @@ class Session:
                 ) from None
         nonce = self._nonce(self.catalog.tier.read(fence_name(self.incarnation)))
         if self.agent is None and not self.known.issuperset(self.catalog.commit_ids()):
-            return [self.catalog.newest_incarnation() + 1, "", False]
+            return [self.catalog.next_incarnation(), "", False]
         return [self.incarnation, nonce, True]
 
     def _check_local_dir(self) -> None:
@@ -173,7 +173,7 @@ def join_run(env: WorkerEnv, ranks: RankGroup, place: RunPlace) -> Session:
     def open_as_first() -> int:
         holds.append(hold_place(place))
         try:
-            return open_place(place).newest_incarnation() + 1
+            return open_place(place).next_incarnation()
         except Error:
             holds.pop().close()
             raise

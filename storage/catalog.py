@@ -24,12 +24,14 @@ from ckptrt.errors import (
 from ckptrt.storage.checkpoint import Checkpoint, check_commit
 from ckptrt.storage.layout import (
     COMMITS,
+    DATA,
     FENCES,
     RUN,
     CommitId,
     commit_name,
     fence_name,
     parse_commit_name,
+    parse_data_dir,
     parse_fence_name,
 )
 from ckptrt.storage.lineage import Lineage, trace
@@ -152,11 +154,17 @@ class Catalog:
         return self._read_fences()[0]
 
     def newest_incarnation(self) -> int:
-        """The highest incarnation that has a fence, readable or not; 0 if none. The next one must be higher."""
+        """The highest incarnation that has a fence, readable or not; 0 if none."""
         return max(self.fence_numbers(), default=0)
 
+    def next_incarnation(self) -> int:
+        """A number that nothing here has: no fence, and no commit or data that a copy cut short has left."""
+        attempts = (parse_data_dir(entry.name) for entry in self.tier.list(DATA) if entry.is_folder)
+        named = [*self.commit_ids(), *(attempt[0] for attempt in attempts if attempt is not None)]
+        return max((*self.fence_numbers(), *(commit.incarnation for commit in named)), default=0) + 1
+
     def newest_fence(self) -> FenceRecord | None:
-        """The newest fence that can be read. Use newest_incarnation() to choose the next number."""
+        """The newest fence that can be read. Use next_incarnation() to choose the next number."""
         return next(iter(self.fences().values()), None)
 
     def write_fence(

@@ -21,7 +21,7 @@ import xxhash
 from ckptrt.errors import CorruptError, ExistsError, MismatchError, NotFoundError
 from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.checkpoint import Checkpoint
-from ckptrt.storage.layout import COMMITS, DATA, RUN, CommitId, commit_name, fence_name, receipt_name
+from ckptrt.storage.layout import COMMITS, DATA, FENCES, RUN, CommitId, commit_name, fence_name, receipt_name
 from ckptrt.storage.records import FenceRecord, RunRecord, ShardRecord, unseal
 from ckptrt.storage.shardfile import bad_chunks
 from ckptrt.storage.tiers.base import Tier
@@ -79,6 +79,8 @@ def copy(
     CorruptError, naming file and bytes, for a source that isn't as it was written (its commit doesn't appear in the
     target then), and MismatchError as `plan_copy` does.
     """
+    for prefix in ("", FENCES, COMMITS):
+        target.settle(prefix)  # what a killed copy has left can be seen before it is safe
     if not plan.commits and not plan.fences:
         return
     _copy_run(source, target)

@@ -238,7 +238,7 @@ def _open_incarnation(catalog: Catalog, step: int, world_size: int) -> tuple[int
     for _ in range(_FENCES_MAX):
         known = frozenset(catalog.commit_ids())
         parent = _parent(catalog, step, first)
-        incarnation = catalog.newest_incarnation() + 1
+        incarnation = catalog.next_incarnation()
         catalog.write_fence(incarnation, parent, world_size, this_owner())
         first = first or incarnation
         if known.issuperset(catalog.commit_ids()):

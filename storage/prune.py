@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptrt.errors import CorruptError, ExistsError, NotFoundError, StorageError, UsageError
 from ckptrt.storage.catalog import Catalog, CommitInfo
-from ckptrt.storage.layout import COMMITS, DATA, FENCES, CommitId, commit_name, parse_data_dir
+from ckptrt.storage.layout import COMMITS, DATA, FENCES, PINS, CommitId, commit_name, parse_data_dir
 from ckptrt.storage.lineage import Lineage
 from ckptrt.storage.pins import pinned_ids
 from ckptrt.storage.retention import Candidate, Keep, wanted
@@ -276,7 +276,7 @@ def _sweep(catalog: Catalog, plan: PrunePlan, result: PruneResult) -> None:
 
 def _unfinished(catalog: Catalog, needed: Collection[str], before_s: float) -> Iterator[Entry]:
     """What interrupted writes left among records and in folders that stay, but not where data are in the making."""
-    for prefix in ("", FENCES, COMMITS, *sorted(needed)):
+    for prefix in ("", FENCES, COMMITS, PINS, *sorted(needed)):
         yield from catalog.tier.sweep(prefix, before_s, dry_run=True)
 
 

@@ -24,7 +24,7 @@ __all__ = ["FAULT_SCENARIOS", "Result", "Task", "run_task", "tasks"]
 
 FAULT_SCENARIOS = (
     "new run", "save", "re-save after a restart", "commit of a deposed one", "prune after commits", "prune by hand",
-    "fall back and go on", "stale receipt",
+    "fall back and go on", "stale receipt", "borrow", "pin", "copy",
 )  # fmt: skip
 _FORMS_A_TASK = 20
 _OFFSETS = 4  # tasks into which the calls of one scenario are dealt

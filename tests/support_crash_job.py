@@ -9,26 +9,29 @@ from __future__ import annotations
 import functools
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 from unittest.mock import patch
 
+import msgspec
 from click.testing import CliRunner
 from support_crash_log import WatchedFs
 
 from ckptrt.clock import FakeClock
 from ckptrt.errors import CorruptError, Error, NotFoundError
 from ckptrt.plan import Read
-from ckptrt.sources import StoredSource
+from ckptrt.sources import Part, StoredSource
 from ckptrt.storage import persister
 from ckptrt.storage.borrow import pack
 from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.cli import cli
 from ckptrt.storage.commit import commit
+from ckptrt.storage.copy import copy, plan_copy
 from ckptrt.storage.layout import DATA, CommitId, data_dir, parse_data_dir, receipt_name
+from ckptrt.storage.pins import pin, unpin
 from ckptrt.storage.prune import prune_committed
-from ckptrt.storage.records import Owner, Parent, TensorRecord
+from ckptrt.storage.records import Owner, Parent, ReceiptRecord, TensorRecord, unseal
 from ckptrt.storage.retention import Keep
 from ckptrt.storage.shardfile import TensorSpec, lay_out, tensor_bytes
 from ckptrt.storage.slots import SlotHeader, SlotMeta
@@ -73,26 +76,36 @@ class Shard:
 
 @functools.lru_cache(maxsize=512)
 def make_shard(commit_id: CommitId, nonce: str, rank: int, columns: int = COLUMNS) -> Shard:
-    """The rank's state, unlike that of any other step, incarnation, attempt or rank."""
+    """The rank's state, unlike that of any other step, incarnation, attempt or rank, but for one frozen tensor."""
     rows = 7
     shape = (rows * WORLD_SIZE, columns)
     specs = [
         TensorSpec(key="model.weight", dtype="float32", shape=shape, offsets=(rows * rank, 0), sizes=(rows, columns)),
         TensorSpec(key="rng", dtype="uint8", shape=(5,), offsets=(0,), sizes=(5,), rank_only=True),
+        TensorSpec(key="base", dtype="float16", shape=(40 * WORLD_SIZE,), offsets=(40 * rank,), sizes=(40,)),
     ]
     layout = lay_out(rank, specs, [("loop", 9)])
     image = bytearray(layout.size_bytes)
     image[: len(layout.header)] = layout.header
-    rng = random.Random(f"{commit_id} {nonce} {rank}")
+    moving, frozen = random.Random(f"{commit_id} {nonce} {rank}"), random.Random(f"base {rank}")
     for tensor in layout.tensors:
+        rng = frozen if tensor.key == "base" else moving
         image[tensor.start : tensor.start + tensor_bytes(tensor)] = rng.randbytes(tensor_bytes(tensor))
     image[layout.objects[0].start :] = b'{"lr": 5}'
-    meta = SlotMeta(tensors=layout.tensors, objects=layout.objects)
+    steady = tuple(index for index, tensor in enumerate(layout.tensors) if tensor.key == "base")
+    meta = SlotMeta(tensors=layout.tensors, objects=layout.objects, steady=steady)
     return Shard(image=bytes(image), tensors=layout.tensors, meta=meta)
 
 
-def write_rank(tier: Tier, commit_id: CommitId, nonce: str, rank: int, columns: int = COLUMNS) -> bytes:
-    """What the persister does with a rank's slot; returns the receipt."""
+def write_rank(
+    tier: Tier,
+    commit_id: CommitId,
+    nonce: str,
+    rank: int,
+    columns: int = COLUMNS,
+    base: ReceiptRecord | None = None,
+) -> bytes:
+    """What the persister does with a rank's slot; returns the receipt. base: of the commit to borrow from."""
     shard = make_shard(commit_id, nonce, rank, columns)
     header = SlotHeader(
         rank=rank,
@@ -105,12 +118,19 @@ def write_rank(tier: Tier, commit_id: CommitId, nonce: str, rank: int, columns: 
         meta_xxh3=0,
     )
     folder = data_dir(commit_id, nonce)
-    return persister.write_shard(tier, folder, header, pack(rank, shard.meta, memoryview(shard.image), None))
+    return persister.write_shard(tier, folder, header, pack(rank, shard.meta, memoryview(shard.image), base))
 
 
-def save_on(tier: Tier, catalog: Catalog, commit_id: CommitId, nonce: str) -> None:
+def save_on(
+    tier: Tier,
+    catalog: Catalog,
+    commit_id: CommitId,
+    nonce: str,
+    bases: Mapping[int, ReceiptRecord] | None = None,
+) -> None:
     """A whole save by all ranks, one after another."""
-    receipts = {rank: write_rank(tier, commit_id, nonce, rank) for rank in range(WORLD_SIZE)}
+    bases = bases or {}
+    receipts = {rank: write_rank(tier, commit_id, nonce, rank, base=bases.get(rank)) for rank in range(WORLD_SIZE)}
     publish(tier, catalog, commit_id, nonce, receipts)
 
 
@@ -138,22 +158,38 @@ def load(catalog: Catalog, commit: CommitId, begun: Attempts, reported: str | No
 
 
 def _compare(source: StoredSource, rank: int, saved: Shard, commit: CommitId) -> None:
-    part = source.parts()[rank]
-    if (part.rank, part.tensors, part.objects) != (rank, saved.meta.tensors, saved.meta.objects):
-        raise Violation("I4", f"{commit}: the parts of rank {rank} are not those that it saved")
-    ends = [t.start for t in part.tensors] + [o.start for o in part.objects] + [len(saved.image)]
-    reads = [Read(start, end - start) for start, end in zip(sorted(ends)[:-1], sorted(ends)[1:], strict=True)]
-    with source.mapped(part, reads) as buffer:
-        for start, size in reads:
-            if buffer[start : start + size] != saved.image[start : start + size]:
-                raise Violation("I6", f"{commit}: wrong bytes of rank {rank} were loaded at {start}")
+    """Whatever lies in the rank's own file or is borrowed: all of its state, and nothing else."""
+    wanted = {tensor.key: (tensor, tensor_bytes(tensor)) for tensor in saved.meta.tensors}
+    for part in source.parts():
+        if part.rank != rank:
+            continue
+        for tensor in part.tensors:
+            there, size = wanted.pop(tensor.key, (None, 0))
+            if there is None or msgspec.structs.replace(tensor, start=there.start) != there:
+                raise Violation("I4", f"{commit}: {tensor.key} of rank {rank} is not what it saved")
+            _compare_bytes(source, part, Read(tensor.start, size), saved.image[there.start :], commit)
+        for plain, record in zip(saved.meta.objects, part.objects, strict=False):
+            read = Read(record.start, record.size_bytes)
+            _compare_bytes(source, part, read, saved.image[plain.start :], commit)
+    if wanted or len(source.parts()[rank].objects) != len(saved.meta.objects):
+        raise Violation("I4", f"{commit}: {sorted(wanted) or 'plain data'} of rank {rank} is missing")
+
+
+def _compare_bytes(source: StoredSource, part: Part, read: Read, saved: bytes, commit: CommitId) -> None:
+    start, size = read
+    with source.mapped(part, [read]) as buffer:
+        if buffer[start : start + size] != saved[:size]:
+            raise Violation("I6", f"{commit}: wrong bytes of rank {part.rank} were loaded at {start}")
 
 
 class Job:
     """What happens in a scenario. `root` lies two folders below the disk's durable one.
 
     lenient: a step that fails with one of ckptrt's errors is put down and the job goes on, as a real one would.
+    borrows: whether what is frozen stays where the last commit has it.
     """
+
+    borrows = False
 
     def __init__(self, fs: WatchedFs, lenient: bool = False) -> None:
         self.fs = fs
@@ -163,6 +199,7 @@ class Job:
         self.tier = LocalTier(self.root, fs=fs)
         self.catalog = Catalog(self.tier, FakeClock())
         self._columns = COLUMNS
+        self._bases: dict[int, ReceiptRecord] = {}
         self._begun: dict[CommitId, dict[str, int]] = {}
 
     def restart(self, columns: int = COLUMNS) -> None:
@@ -171,6 +208,7 @@ class Job:
         self.tier = LocalTier(self.root, fs=self.fs)
         self.catalog = Catalog(self.tier, FakeClock())
         self._columns = columns
+        self._bases.clear()
 
     def attempt(self, work: Callable[[], None]) -> bool:
         """Do a step of the job; False if it failed and that is no surprise."""
@@ -202,6 +240,9 @@ class Job:
             self.fs.note("fencing", incarnation, parent)
             self.catalog.write_fence(incarnation, origin, WORLD_SIZE, owner)
             self.fs.note("fenced", incarnation)
+            if self.borrows and parent is not None:
+                checkpoint = self.catalog.open_checkpoint(CommitId(*parent))
+                self._bases = {rank: checkpoint.receipt(rank) for rank in range(WORLD_SIZE)}
 
         return self.attempt(work)
 
@@ -221,11 +262,13 @@ class Job:
     def write(self, commit_id: CommitId, rank: int, nonce: str = "0a") -> bytes:
         self.fs.note("saving", commit_id, nonce, self._columns)
         self._begun.setdefault(commit_id, {})[nonce] = self._columns
-        return write_rank(self.tier, commit_id, nonce, rank, self._columns)
+        return write_rank(self.tier, commit_id, nonce, rank, self._columns, self._bases.get(rank))
 
     def publish(self, commit_id: CommitId, receipts: dict[int, bytes], nonce: str = "0a") -> None:
         publish(self.tier, self.catalog, commit_id, nonce, receipts)
         self.fs.note("committed", commit_id, nonce)
+        if self.borrows:
+            self._bases = {rank: unseal(ReceiptRecord, data, "a receipt") for rank, data in receipts.items()}
 
     def resume(self, step: int, incarnation: int = 1, nonce: str = "0a") -> None:
         """What a persister does that is given the slots again after another one died over them."""
@@ -259,6 +302,40 @@ class Job:
         if result.exit_code == 0:
             self.fs.note("pruned", ())
         return result.exit_code == 0
+
+    def pin(self, commit_id: CommitId) -> bool:
+        def work() -> None:
+            pin(self.catalog, commit_id, clock=FakeClock())
+            self.fs.note("pinned", commit_id)
+
+        return self.attempt(work)
+
+    def unpin(self, commit_id: CommitId) -> bool:
+        def work() -> None:
+            self.fs.note("unpinning", commit_id)
+            unpin(self.catalog, commit_id)
+            self.fs.note("unpinned", commit_id)
+
+        return self.attempt(work)
+
+    def copy_from(self, source: Catalog, commits: Sequence[CommitId]) -> bool:
+        """Bring checkpoints of another place here, of the first attempts at them."""
+        parents = {i: fence.parent for i, fence in source.fences().items()}
+        for incarnation, parent in parents.items():
+            self.fs.note("fencing", incarnation, (parent.step, parent.incarnation) if parent else None)
+        for commit_id in commits:
+            self.fs.note("saving", commit_id, "0a", COLUMNS)
+
+        def work() -> None:
+            plan = plan_copy(source, self.tier, list(commits))
+            copy(source, self.tier, plan, num_parallel=1)
+            self.fs.note("run", "crash")
+            for incarnation in plan.fences:
+                self.fs.note("fence copied", incarnation)
+            for commit_id in commits:
+                self.fs.note("committed", commit_id, "0a")
+
+        return self.attempt(work)
 
     def restore(self) -> bool:
         """Load the newest checkpoint, or the next older one if it turns out to be damaged."""

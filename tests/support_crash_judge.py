@@ -24,6 +24,7 @@ from ckptrt.clock import FakeClock
 from ckptrt.errors import Error, NotFoundError
 from ckptrt.storage.catalog import Catalog, Overview, Owner, Parent
 from ckptrt.storage.layout import DATA, RUN, CommitId, parse_commit_name
+from ckptrt.storage.pins import pinned_ids, unpin
 from ckptrt.storage.prune import PrunePolicy, execute, plan_prune
 from ckptrt.storage.retention import Keep
 from ckptrt.storage.tiers.local import LocalTier
@@ -46,6 +47,9 @@ class Ledger:
     may_go: set[CommitId] = field(default_factory=set)
     gone: set[CommitId] = field(default_factory=set)
     damaged: set[CommitId] = field(default_factory=set)
+    pinned: set[CommitId] = field(default_factory=set)
+    unpinned: set[CommitId] = field(default_factory=set)
+    floor: int = 0  # the newest checkpoint is never older than this step
 
     def take(self, what: str, *facts: Any) -> None:
         """Enter one note of the job's."""
@@ -57,6 +61,8 @@ class Ledger:
             if facts[0] in self.fenced:
                 raise Violation("I5", f"two writers were told that incarnation {facts[0]} is theirs")
             self.fenced.add(facts[0])
+        elif what == "fence copied":
+            self.fenced.add(facts[0])
         elif what == "saving":
             self.begun.setdefault(facts[0], {})[facts[1]] = facts[2]
         elif what == "committed":
@@ -65,13 +71,21 @@ class Ledger:
                     "I5", f"{facts[0]} was committed twice, with attempts {self.committed[facts[0]]}, {facts[1]}"
                 )
         elif what == "pruning":
-            self.may_go.update(c for c in self.begun if c not in facts[0])
+            self.may_go.update(c for c in self.begun if c not in facts[0] and c not in self.pinned)
         elif what == "pruned":
             self.gone.update(commit for name in facts[0] if (commit := parse_commit_name(name)))
         elif what == "rollback":
             self.may_go.add(facts[0])
         elif what == "damaged":
             self.damaged.add(facts[0])
+        elif what == "pinned":
+            self.pinned.add(facts[0])
+        elif what == "unpinning":
+            self.pinned.discard(facts[0])
+        elif what == "unpinned":
+            self.unpinned.add(facts[0])
+        elif what == "floor":
+            self.floor = facts[0]
 
 
 def ledger_of(log: Iterable[Op]) -> Ledger:
@@ -93,6 +107,7 @@ def judge(root: str, ledger: Ledger, go_on: bool = True) -> None:
         _check_commit(catalog, commit, ledger)
     good = [commit for commit in path if commit not in ledger.damaged]
     _check_promises(good, ledger)
+    _check_pins(catalog, ledger)
     with _no_error_of("I2", "choosing the newest checkpoint"):
         selection = catalog.newest_good(besides=ledger.damaged)
     if selection.skipped:
@@ -180,6 +195,16 @@ def _check_promises(good: Sequence[CommitId], ledger: Ledger) -> None:
     # Steps only grow along a job's own reports, so the last one is what a user was told last.
     if kept and (not good or good[0].step < kept[-1].step):
         raise Violation("I3", f"{kept[-1]} was reported; the newest is {good[:1]}")
+    if ledger.floor and (not good or good[0].step < ledger.floor):
+        raise Violation("I3", f"step {ledger.floor} had been there; the newest is {good[:1]}")
+
+
+def _check_pins(catalog: Catalog, ledger: Ledger) -> None:
+    there = pinned_ids(catalog)
+    if ledger.pinned - there:
+        raise Violation("I1", f"{min(ledger.pinned - there)} was pinned, and its pin is gone")
+    if ledger.unpinned & there:
+        raise Violation("I1", f"{min(ledger.unpinned & there)} was unpinned, and its pin is back")
 
 
 # --- and the job goes on
@@ -193,7 +218,7 @@ def _go_on(catalog: Catalog, ledger: Ledger, good: Sequence[CommitId]) -> None:
         _check_commit(catalog, commit, ledger)
     with _no_error_of("I7", "the next incarnation"):
         catalog.create_run("crash")
-        incarnation = catalog.newest_incarnation() + 1
+        incarnation = catalog.next_incarnation()
         parent = Parent(step=good[0].step, incarnation=good[0].incarnation) if good else None
         catalog.write_fence(incarnation, parent, WORLD_SIZE, Owner(host="node-b", pid=1))
         mine = CommitId((good[0].step if good else 0) + 7, incarnation)
@@ -206,7 +231,12 @@ def _go_on(catalog: Catalog, ledger: Ledger, good: Sequence[CommitId]) -> None:
         _check_commit(catalog, commit, after)
     with _no_error_of("I8", "a prune after the next save"):
         _prune(catalog, 1)
-    _check_commit(catalog, mine, after)
+    pinned = pinned_ids(catalog) & {*good}
+    for commit in (mine, *pinned):
+        _check_commit(catalog, commit, after)
+    for commit in pinned:  # else none of it would ever go
+        unpin(catalog, commit)
+    _prune(catalog, 1)
     _check_clean(catalog, mine)
 
 
@@ -233,7 +263,7 @@ def walk(root: str) -> list[str]:
     for folder, names, files in os.walk(root):
         where = "" if folder == root else folder[len(root) + 1 :] + "/"
         found += [where + name for name in files]
-        if not names and not files and where not in ("", "data/", "commits/", "fences/"):
+        if not names and not files and where not in ("", "data/", "commits/", "fences/", "pins/"):
             found.append(where)
     return sorted(found)
 

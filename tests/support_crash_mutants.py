@@ -22,8 +22,9 @@ from support_crash_scenarios import SCENARIOS, scenario_named
 from ckptrt import sources
 from ckptrt.errors import ExistsError, NotFoundError, StorageError
 from ckptrt.storage import catalog, checkpoint, commit, gather, lineage, manifest, persister, prune, verify
+from ckptrt.storage import copy as copying
 from ckptrt.storage.catalog import Catalog, CommitInfo
-from ckptrt.storage.layout import DATA, RUN
+from ckptrt.storage.layout import DATA, PINS, RUN, fence_name
 from ckptrt.storage.tiers.filewriter import FileWriter
 from ckptrt.storage.tiers.fs import Fs
 from ckptrt.storage.tiers.local import LocalTier
@@ -348,6 +349,72 @@ def _every_commit_counts() -> AbstractContextManager[Any]:
     return patch.object(lineage.Segment, "covers", lambda self, step: True)
 
 
+# --- borrowing, pins and copies
+
+
+def _references_are_forgotten() -> AbstractContextManager[Any]:
+    """Prune keeps the folder that a kept commit owns, not those that it borrows from."""
+
+    def needed(at: Any, kept: Any, folders: Any) -> set[str]:
+        return {f"{DATA}{at.read_commit(commit_id).data}/" for commit_id in kept}
+
+    return patch.object(prune, "_needed_folders", needed)
+
+
+def _no_look_at_the_base() -> AbstractContextManager[Any]:
+    return patch.object(commit, "_check_borrowed", lambda tier, head, record: None)
+
+
+def _no_look_at_pins() -> AbstractContextManager[Any]:
+    return patch.object(prune, "pinned_ids", lambda at: set())
+
+
+def _pin_is_left_to_the_cache() -> AbstractContextManager[Any]:
+    """A pin is told as soon as it is written."""
+
+    def create(self: LocalTier, name: str, data: bytes) -> None:
+        if not name.startswith(PINS):
+            real(self, name, data)
+            return
+        with _no_folder_sync():
+            real(self, name, data)
+
+    real = LocalTier.create
+    return patch.object(LocalTier, "create", create)
+
+
+def _fences_first() -> AbstractContextManager[Any]:
+    """A copy brings the fences before the commits behind them."""
+
+    def copy_run(source: Any, target: Any) -> None:
+        real(source, target)
+        for number in sorted(source.fences()):
+            with suppress(ExistsError):
+                target.create(fence_name(number), source.tier.read(fence_name(number)))
+
+    real = copying._copy_run
+    return patch.object(copying, "_copy_run", copy_run)
+
+
+def _copied_names_are_believed() -> AbstractContextManager[Any]:
+    """A copy that goes on from a killed one takes the names that it sees for durable."""
+    return _both(_taken_is_safe(), patch.object(LocalTier, "settle", lambda self, prefix: None))
+
+
+def _commit_comes_first() -> AbstractContextManager[Any]:
+    """A copy brings the commit's record before the data that it needs."""
+
+    def copy_records(found: Any, target: Any) -> None:
+        records(found, target)
+        while waiting:
+            files(*waiting.pop())
+
+    waiting: list[Any] = []
+    files, records = copying._copy_files, copying._copy_records
+    later = patch.object(copying, "_copy_files", lambda *arguments: waiting.append(arguments))
+    return _both(later, patch.object(copying, "_copy_records", copy_records))
+
+
 # --- prune and restart
 
 
@@ -472,6 +539,13 @@ MUTANTS = (
     Mutant(name="a short read passes", plant=_short_reads_pass, probes=("calls in save",)),
     Mutant(name="a commit is good if its record is", plant=_anything_is_good, probes=("damage",)),
     Mutant(name="commits beyond the parent count", plant=_every_commit_counts, probes=("commit of a sleeper",)),
+    Mutant(name="prune forgets what is borrowed", plant=_references_are_forgotten, probes=("borrow",)),
+    Mutant(name="the base isn't looked for", plant=_no_look_at_the_base, probes=("the base goes",)),
+    Mutant(name="prune doesn't look at pins", plant=_no_look_at_pins, probes=("pin",)),
+    Mutant(name="a pin's name isn't synced", plant=_pin_is_left_to_the_cache, probes=("pin",)),
+    Mutant(name="copy: fences before commits", plant=_fences_first, probes=("flush",)),
+    Mutant(name="copy: the commit before its data", plant=_commit_comes_first, probes=("flush",)),
+    Mutant(name="copy: what is seen is durable", plant=_copied_names_are_believed, probes=("killed in a copy",)),
     Mutant(name="prune: data before records", plant=_data_before_records, probes=("prune after commits",)),
     Mutant(name="prune goes on after a failed delete", plant=_prune_goes_on, probes=("unlinks in prune by hand",)),
     Mutant(name="prune takes the newest", plant=_prune_takes_the_newest, probes=("prune after commits",)),

@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from support_crash_job import Job
+from support_crash_job import Job, save_on
 from support_crash_log import Killed, Turns
 
-from ckptrt.errors import Error, ExistsError, FencedError, StorageError
+from ckptrt.clock import FakeClock
+from ckptrt.errors import Error, ExistsError, FencedError, PersistError, StorageError
+from ckptrt.storage.catalog import Catalog
 from ckptrt.storage.gather import Attempt, RunWriter, _Pending
 from ckptrt.storage.layout import CommitId, data_dir, receipt_name
+from ckptrt.storage.records import Owner, Parent
+from ckptrt.storage.tiers.memory import MemoryTier
 
 __all__ = ["SCENARIOS", "Scenario", "scenario_named"]
 
@@ -156,6 +160,127 @@ def _stale_receipt(job: Job, number: int) -> None:
     job.errors.clear()
     job.lenient = lenient
     job.save(30)
+
+
+def _borrow(job: Job, number: int) -> None:
+    """The frozen part stays in the first checkpoint's file while that commit goes, over a restart too."""
+    job.borrows = True
+    _begin(job)
+    for step in (10, 20, 30):
+        job.save(step)
+        job.prune(keeps=((step, 1),))
+    job.restart()
+    job.fence(2, (30, 1))
+    job.save(40, 2, "0c")
+    job.restore()
+    job.prune_by_hand(keeps=((40, 2),))
+
+
+def _base_goes(job: Job, number: int) -> None:
+    """What a save has borrowed from is pruned before it commits: it doesn't."""
+    job.borrows = True
+    _begin(job)
+    job.save(10)
+    late, receipts = CommitId(20, 1), {}
+    job.attempt(lambda: receipts.update({rank: job.write(late, rank, "0c") for rank in (0, 1)}))
+    other = Job(job.fs, job.lenient)
+    other.save(15)
+    other.prune(keeps=((15, 1),))
+    try:
+        if len(receipts) == 2:
+            job.publish(late, receipts, "0c")
+    except PersistError:
+        job.fs.note("refused")
+    except Error as error:
+        if not job.lenient:
+            raise
+        job.errors.append(error)
+    job.errors += other.errors
+    job.restart()
+    job.save(30)
+
+
+def _pin(job: Job, number: int) -> None:
+    """A checkpoint stays as long as its pin, whatever the rules say."""
+    _begin(job)
+    for step in (10, 20, 30):
+        job.save(step)
+    job.pin(CommitId(10, 1))
+    job.prune(keeps=((30, 1),))
+    job.unpin(CommitId(10, 1))
+    job.prune_by_hand(keeps=((30, 1),))
+
+
+def _source(went_on_from: int = 20) -> Catalog:
+    """Another place's run: 10, 20 and, in a second incarnation that borrows from 10, step 30."""
+    tier = MemoryTier()
+    catalog = Catalog(tier, FakeClock())
+    catalog.create_run("crash")
+    owner = Owner(host="node-a", pid=4711, user="ada")
+    catalog.write_fence(1, None, 2, owner)
+    save_on(tier, catalog, CommitId(10, 1), "0a")
+    save_on(tier, catalog, CommitId(20, 1), "0a")
+    base = catalog.open_checkpoint(CommitId(10, 1))
+    catalog.write_fence(2, Parent(step=went_on_from, incarnation=1), 2, owner)
+    save_on(tier, catalog, CommitId(30, 2), "0a", {rank: base.receipt(rank) for rank in (0, 1)})
+    return catalog
+
+
+def _copy(job: Job, number: int) -> None:
+    """`ckptrt cp` of a whole run, and a prune here."""
+    source = _source()
+    job.copy_from(source, source.path().commits)
+    job.restart()
+    job.prune(keeps=((30, 2),))
+
+
+def _flush(job: Job, number: int) -> None:
+    """One by one, the newest first, while the run goes on: what is newest here only grows."""
+    source = _source(went_on_from=10)
+    older = Catalog(source.tier, FakeClock())
+    older.fences = lambda: {1: source.fences()[1]}  # type: ignore[method-assign]  # before the run went back
+    older.open_run()
+    job.copy_from(older, [CommitId(20, 1)])
+    job.copy_from(older, [CommitId(10, 1)])
+    if ("committed", CommitId(20, 1), "0a") in (op.note for op in job.fs.log):
+        job.fs.note("floor", 20)
+    job.fs.note("rollback", CommitId(20, 1))
+    job.copy_from(source, [CommitId(30, 2)])
+
+
+def _killed_copy(job: Job, number: int) -> None:
+    source = _source()
+    commits = (CommitId(10, 1), CommitId(30, 2))
+    _killed(lambda j: j.copy_from(source, commits), lambda j: j.copy_from(source, commits))(job, number)
+
+
+def _two_copies(job: Job, number: int) -> None:
+    """A flusher that was thought dead and its successor bring the same checkpoints."""
+    source = _source()
+    commits = source.path().commits
+    both = [Job(job.fs) for _ in range(2)]
+    _take_turns(job, number, *(lambda at=at: at.copy_from(source, commits) for at in both))  # type: ignore[misc]
+
+
+def _killed_pin(job: Job, number: int) -> None:
+    _begin(job)
+    for step in (10, 20, 30):
+        job.save(step)
+
+    def again(later: Job) -> None:
+        later.pin(CommitId(10, 1))
+        later.prune(keeps=((30, 1),))
+
+    _killed(lambda j: j.pin(CommitId(10, 1)), again)(job, number)
+
+
+def _killed_borrowing_prune(job: Job, number: int) -> None:
+    job.borrows = True
+    _begin(job)
+    for step in (10, 20, 30):
+        job.save(step)
+    keeps = ((30, 1),)
+    _killed(lambda j: j.prune(keeps=keeps), lambda j: j.prune_by_hand(keeps=keeps))(job, number)
 
 
 def _killed(first: Callable[[Job], object], then: Callable[[Job], object]) -> Callable[[Job, int], None]:
@@ -321,6 +446,12 @@ SCENARIOS = (
     Scenario(name="prune by hand", play=_prune_by_hand),
     Scenario(name="fall back and go on", play=_fallback),
     Scenario(name="stale receipt", play=_stale_receipt),
+    Scenario(name="borrow", play=_borrow),
+    Scenario(name="the base goes", play=_base_goes),
+    Scenario(name="pin", play=_pin),
+    Scenario(name="copy", play=_copy),
+    Scenario(name="flush", play=_flush),
+    Scenario(name="two copies", play=_two_copies, forms=60),
     Scenario(name="two nodes", play=_two_nodes, forms=200),
     Scenario(name="two fencers", play=_two_fencers, forms=60),
     Scenario(name="two coordinators", play=_two_coordinators, forms=60),
@@ -329,6 +460,9 @@ SCENARIOS = (
     Scenario(name="killed in a save", play=_killed_save, forms=120, kills=True),
     Scenario(name="killed in a restart", play=_killed_fence, forms=40, kills=True),
     Scenario(name="killed in a prune", play=_killed_prune, forms=120, kills=True),
+    Scenario(name="killed in a prune of what is borrowed from", play=_killed_borrowing_prune, forms=120, kills=True),
+    Scenario(name="killed in a pin", play=_killed_pin, forms=40, kills=True),
+    Scenario(name="killed in a copy", play=_killed_copy, forms=300, kills=True),
 )
 
 
