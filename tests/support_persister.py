@@ -21,12 +21,12 @@ SLOT_BYTES = 1 << 20
 class FakeRank:
     """A rank of a world of `world_size` with two slots of memory and one tensor of `rows` rows in each snapshot."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1, rows: int = 1000) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1, rows: int = 1000, slot_bytes: int = SLOT_BYTES) -> None:
         self.rank, self.world_size, self.rows = rank, world_size, rows
         self.fd = os.memfd_create("fake-rank", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, arena_bytes(2, SLOT_BYTES))
+        os.ftruncate(self.fd, arena_bytes(2, slot_bytes))
         with mmap.mmap(self.fd, 0) as mapping:
-            format_arena(mapping, rank, 2, SLOT_BYTES)
+            format_arena(mapping, rank, 2, slot_bytes)
         self.view = ArenaView(self.fd)
         self.channel: wire.Channel | None = None
 
