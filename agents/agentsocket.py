@@ -8,8 +8,12 @@ Requests of one connection are answered in order; a connection says `hello` firs
     holdings                                                     -> holdings  ranks, + one memfd each
     persister                                                    -> persister  path
     release_retired                                              one-way
+    drain_reply      step, target, taken                         -> ok
+    drain_arrived    step                                        -> drain_word  end
     phase            name, at_s, step                            one-way
     committed        step                                        one-way
+
+Without having been asked the agent says `drain step`: all ranks shall end with that step, if all of them take it.
 """
 
 from __future__ import annotations
@@ -49,6 +53,12 @@ class Desk(Protocol):
         ...
 
     def persister_path(self) -> str: ...
+
+    def drain_replied(self, rank: int, step: int, target: int, taken: bool) -> None: ...
+
+    def drain_arrived(self, rank: int, step: int, answer: Callable[[Message], None]) -> None:
+        """A rank has done the step that it took; `answer` is called once, now or later."""
+        ...
 
     def phase(self, rank: int, name: str, at_s: float, step: int | None) -> None: ...
 
@@ -123,6 +133,12 @@ class AgentServer:
     def begin_set(self) -> None:
         """New workers are about to start: what older ones still say about phases is history."""
         self._set_number += 1
+
+    def broadcast(self, message: Message) -> None:
+        """Say something to every rank of the present set."""
+        for client in list(self._clients.values()):
+            if client.set_number == self._set_number and client.rank >= 0:
+                self._send(client, Reply(message=message))
 
     def close(self) -> None:
         for client in list(self._clients.values()):
@@ -207,8 +223,18 @@ class AgentServer:
             )
         if op == "persister":
             return Reply(message={"op": "persister", "path": self._desk.persister_path()})
+        if op in ("drain_reply", "drain_arrived"):
+            return self._answer_drain(client, op, message)
         self._note(client, op, message)
         return None
+
+    def _answer_drain(self, client: _Client, op: str, message: Message) -> Reply | None:
+        step = int(message["step"])
+        if op == "drain_arrived":
+            self._desk.drain_arrived(client.rank, step, lambda answer: self._send(client, Reply(message=answer)))
+            return None
+        self._desk.drain_replied(client.rank, step, int(message["target"]), bool(message["taken"]))
+        return Reply(message={"op": "ok"})
 
     def _note(self, client: _Client, op: str, message: Message) -> None:
         if op == "release_retired":

@@ -108,8 +108,11 @@ class Herald:
         self.say("done", f"failed: {why}")
         self.event("give_up", why=why)
 
-    def done(self, state: State) -> None:
+    def done(self, state: State, drained_step: int | None = None) -> None:
         code = state.exit_code or 0
+        if state.drained and drained_step is not None:
+            self.say("drain", f"step {drained_step} is committed on all ranks; the same command goes on from there")
+            self.event("drain", step=drained_step)
         restarts = "1 restart" if state.restarts == 1 else f"{state.restarts} restarts"
         self.say("done", f"{restarts}, exit {code}")
         self.event("done", exit_code=code, restarts=state.restarts)

@@ -67,9 +67,10 @@ class Job:
     """One launch on one node. Everything that the command line and the environment decide is decided here.
 
     run: its name, for logs and keys; run_id: torch elastic's, as torchrun would have it. url: the run's storage, empty
-    until a worker names it; local_dir: where ranks write first, if it isn't there.
-    master_port: None for a fresh port at every start. environ: of the workers, without
-    what differs between them. grace_s, drain_s: from SIGTERM to SIGKILL after a failure, and after a signal to us.
+    until a worker names it; local_dir: where ranks write first, if not there. master_port: None for a fresh port at
+    every start. environ: of the workers, without what differs between them. grace_s, drain_s: from SIGTERM to SIGKILL
+    after a failure, and after a signal to us. drain_signals: those that ask for a last checkpoint, for which there is
+    as much time; drained_exit: the exit code after it.
     """
 
     run: str
@@ -85,6 +86,8 @@ class Job:
     environ: Mapping[str, str]
     cwd: str
     signals: tuple[int, ...]
+    drain_signals: tuple[int, ...] = ()
+    drained_exit: int = 75
     url: str = ""
     local_dir: str = ""
     resume: str = "auto"

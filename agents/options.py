@@ -71,6 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
         ("etcd-endpoints", "", "URLS", "Comma-separated etcd endpoints. Without, one is started for this job alone."),
         ("grace-timeout", "3", "TIME", "From SIGTERM to SIGKILL for the other workers after a failure."),
         ("drain-timeout", "30", "TIME", "The same after a signal to the launcher. --shutdown-timeout overrides it."),
+        ("drain-signals", "SIGTERM,SIGUSR1,SIGUSR2", "SIGNALS", "Those at which the workers save a last step and end."),
+        ("preempt-exit-code", "75", "N", "The launcher's exit code after that."),
         ("preload", "", "MODULES", "Comma-separated modules to import once, ahead of every start."),
         ("max-no-progress", "3", "N", "Restarts in a row without a newly committed step."),
     ):
@@ -161,6 +163,8 @@ def _job(args: argparse.Namespace, environ: dict[str, str]) -> Job:
         environ=environ,
         cwd=os.getcwd(),
         signals=_signals(args.signals_to_handle),
+        drain_signals=_signals(args.ckpt_drain_signals, "--ckpt-drain-signals") if args.ckpt_drain_signals else (),
+        drained_exit=_exit_code(args.ckpt_preempt_exit_code),
         url=_url(args.ckpt_dir),
         local_dir=os.path.abspath(args.ckpt_local_dir) if args.ckpt_local_dir else "",
         resume=_resume(args.ckpt_resume),
@@ -264,12 +268,12 @@ def _logs(args: argparse.Namespace, run: str, num_workers: int, environ: dict[st
     )
 
 
-def _signals(text: str) -> tuple[int, ...]:
+def _signals(text: str, option: str = "--signals-to-handle") -> tuple[int, ...]:
     signums = []
     for name in text.split(","):
         signum = getattr(signal, name.strip(), None)
         if not isinstance(signum, signal.Signals) or signum in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
-            raise UsageError(f"--signals-to-handle: {name.strip()!r} is not a signal that can be handled")
+            raise UsageError(f"{option}: {name.strip()!r} is not a signal that can be handled")
         signums.append(int(signum))
     return tuple(signums)
 
@@ -286,6 +290,12 @@ def _resume(text: str) -> str:
     if text not in ("auto", "latest", "never") and not text.isdigit():
         raise UsageError(f"--ckpt-resume={text}: must be auto, latest, never or a step")
     return text
+
+
+def _exit_code(text: Any) -> int:
+    if not (str(text).isdigit() and 0 < int(text) < 256):
+        raise UsageError(f"--ckpt-preempt-exit-code={text}: must be a number from 1 to 255")
+    return int(text)
 
 
 def _count(option: str, text: Any) -> int:

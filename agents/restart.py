@@ -2,6 +2,7 @@
 
     opening   the incarnation is being raised, the resume point chosen, the fence written
     running   the workers of this incarnation have been asked for
+    draining  a signal asked them to save at one step, and end
     stopping  one has failed, or the job is to end; waiting until the last one has exited
     judging   all have exited; what they left behind is being read, to find the cause
     done      the exit code is known
@@ -18,14 +19,15 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 __all__ = [
-    "TABLE", "Action", "Begin", "Budget", "Committed", "Event", "Evicted", "FirstStep", "Judged", "Judgement",
-    "OpenFailed", "Opened", "Phase", "Resume", "RunOpened", "Snapshot", "State", "StopRequested", "WorkerFailed",
-    "WorkerFinished", "WorkersUp", "choose_resume", "step",
+    "TABLE", "Action", "Begin", "Budget", "Committed", "DrainTimedOut", "Event", "Evicted", "FirstStep", "Judged",
+    "Judgement", "OpenFailed", "Opened", "Phase", "Resume", "RunOpened", "Snapshot", "State", "StopRequested",
+    "WorkerDrained", "WorkerFailed", "WorkerFinished", "WorkersUp", "choose_resume", "step",
 ]  # fmt: skip
 
 EXIT_FAILED = 1
 EXIT_LOCKED = 11
 EXIT_BUDGET = 20
+EXIT_DRAINED = 75
 _SIGNAL_EXIT = 128
 _EARLY_S = 30.0
 
@@ -34,6 +36,7 @@ class Phase(Enum):
     NEW = "new"
     OPENING = "opening"
     RUNNING = "running"
+    DRAINING = "draining"
     STOPPING = "stopping"
     JUDGING = "judging"
     DONE = "done"
@@ -42,10 +45,11 @@ class Phase(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """max_restarts: in all. max_no_progress: in a row without a newly committed step; not counted for a job that never
-    opened a run, since nobody could commit there."""
+    opened a run, since nobody could commit there. drained_exit: what a job that was drained ends with."""
 
     max_restarts: int
     max_no_progress: int
+    drained_exit: int = EXIT_DRAINED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,8 @@ class State:
     restarts: int = 0
     no_progress: int = 0
     exited: int = 0
+    drained: int = 0  # how many of them had saved and ended as they were asked to
+    signum: int = 0  # what asked for the drain
     failed: bool = False  # a worker failed, and not because the job was being stopped
     has_run: bool = False  # the workers use a run, so steps can be committed
     committed_step: int = -1  # newest that was ever reported
@@ -118,6 +124,18 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDrained:
+    """A worker has saved its last step, which is committed, and ended because it was asked to."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainTimedOut:
+    """The workers have not ended in the time that they were given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FirstStep:
     """All workers have got through their first step."""
 
@@ -140,9 +158,10 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """A signal asks the job to end."""
+    """A signal asks the job to end. drain: with a checkpoint of its last step, if the workers can save one."""
 
     signum: int
+    drain: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +177,8 @@ Event = (
     | WorkersUp
     | WorkerFinished
     | WorkerFailed
+    | WorkerDrained
+    | DrainTimedOut
     | FirstStep
     | Committed
     | Judged
@@ -175,6 +196,7 @@ class Action(Enum):
     OPEN = "open"  # raise the incarnation, choose the resume point, write the fence
     START = "start"  # fresh store, then the workers
     STOP = "stop"  # SIGTERM, later SIGKILL, because of a failure or an eviction
+    DRAIN = "drain"  # have the workers agree on a step, save there and end
     FORWARD = "forward"  # the signal that was received, later SIGKILL
     KILL = "kill"  # SIGKILL now
     JUDGE = "judge"  # find the cause, report it
@@ -208,6 +230,7 @@ def _opened(state: State, event: Event) -> Judgement:
         phase=Phase.RUNNING,
         incarnation=event.incarnation,
         exited=0,
+        drained=0,
         failed=False,
         progressed=False,
         stepped=False,
@@ -249,13 +272,27 @@ def _failed(state: State, event: Event) -> Judgement:
     return new, actions
 
 
+def _drained(state: State, event: Event) -> Judgement:
+    return _exited(replace(state, drained=state.drained + 1))
+
+
+def _failed_in_drain(state: State, event: Event) -> Judgement:
+    """It isn't started again: somebody wants the job to end."""
+    new, actions = _exited(replace(state, failed=True, exit_code=_SIGNAL_EXIT + state.signum))
+    if new.phase is Phase.DRAINING:
+        return replace(new, phase=Phase.STOPPING), (Action.STOP,)
+    return new, actions
+
+
 def _exited(state: State) -> Judgement:
     state = replace(state, exited=state.exited + 1)
     if state.exited < state.num_workers:
         return state, ()
     if state.failed:
         return replace(state, phase=Phase.JUDGING), (Action.JUDGE,)
-    code = 0 if state.phase is Phase.RUNNING else state.exit_code
+    code = 0 if state.phase in (Phase.RUNNING, Phase.DRAINING) else state.exit_code
+    if state.drained:
+        code = state.budget.drained_exit
     return replace(state, phase=Phase.DONE, exit_code=code), (Action.FINISH,)
 
 
@@ -299,7 +336,19 @@ def _give_up(state: State, exit_code: int, why: Action | None) -> Judgement:
 
 def _stop(state: State, event: Event) -> Judgement:
     assert isinstance(event, StopRequested)
+    if event.drain and (state.has_run or state.stepped):
+        return replace(state, phase=Phase.DRAINING, signum=event.signum), (Action.DRAIN,)
     return replace(state, phase=Phase.STOPPING, exit_code=_SIGNAL_EXIT + event.signum), (Action.FORWARD,)
+
+
+def _stop_draining(state: State, event: Event) -> Judgement:
+    """Somebody is impatient: the workers get the signal itself now."""
+    assert isinstance(event, StopRequested)
+    return replace(state, phase=Phase.STOPPING, exit_code=_SIGNAL_EXIT + event.signum), (Action.FORWARD,)
+
+
+def _drain_timed_out(state: State, event: Event) -> Judgement:
+    return replace(state, phase=Phase.STOPPING, exit_code=_SIGNAL_EXIT + state.signum), (Action.FORWARD,)
 
 
 def _stop_again(state: State, event: Event) -> Judgement:
@@ -348,9 +397,20 @@ TABLE: Mapping[tuple[Phase, type], Handler] = {
     (Phase.RUNNING, Committed): _committed,
     (Phase.RUNNING, StopRequested): _stop,
     (Phase.RUNNING, Evicted): _evicted,
+    (Phase.DRAINING, RunOpened): _run_opened,
+    (Phase.DRAINING, WorkersUp): _ignore,
+    (Phase.DRAINING, WorkerFinished): _finished,
+    (Phase.DRAINING, WorkerDrained): _drained,
+    (Phase.DRAINING, WorkerFailed): _failed_in_drain,
+    (Phase.DRAINING, FirstStep): _first_step,
+    (Phase.DRAINING, Committed): _committed,
+    (Phase.DRAINING, StopRequested): _stop_draining,
+    (Phase.DRAINING, DrainTimedOut): _drain_timed_out,
+    (Phase.DRAINING, Evicted): _evicted,
     (Phase.STOPPING, RunOpened): _run_opened,
     (Phase.STOPPING, WorkersUp): _ignore,
     (Phase.STOPPING, WorkerFinished): _finished,
+    (Phase.STOPPING, WorkerDrained): _finished,
     (Phase.STOPPING, WorkerFailed): _failed,
     (Phase.STOPPING, FirstStep): _ignore,
     (Phase.STOPPING, Committed): _committed,

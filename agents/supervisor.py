@@ -8,12 +8,10 @@ on by their death signal.
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import selectors
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,8 +20,9 @@ from typing import Any
 
 from ckptrt import env
 from ckptrt.agents import restart
-from ckptrt.agents.agentsocket import AgentServer, error_reply
+from ckptrt.agents.agentsocket import AgentServer
 from ckptrt.agents.console import Console
+from ckptrt.agents.draining import Draining
 from ckptrt.agents.herald import Herald
 from ckptrt.agents.job import Job, WorkerStore, worker_env
 from ckptrt.agents.joblink import JobLink, LinkNotice
@@ -33,7 +32,9 @@ from ckptrt.agents.mailbox import Mailbox
 from ckptrt.agents.persister_keeper import PersisterKeeper
 from ckptrt.agents.report import Recovery
 from ckptrt.agents.restart import Action, Budget, Event, Phase, State
+from ckptrt.agents.rundesk import RunDesk
 from ckptrt.agents.verdict import Exit, Verdict, judge
+from ckptrt.agents.workdir import make_workdir
 from ckptrt.agents.workers import (
     ColdWorkers,
     WorkerEvent,
@@ -52,16 +53,6 @@ __all__ = ["Supervisor"]
 
 _PERSISTER_PATIENCE_S = 60.0
 _TAIL_LINES = 20
-_DIR_PREFIX = "ckptrt-agent-"
-
-
-def _private_dir() -> str:
-    """A directory of this user alone for the sockets; what killed launchers have left behind is removed."""
-    for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{_DIR_PREFIX}*")):
-        pid = path.rpartition(_DIR_PREFIX)[2].partition("-")[0]
-        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-            shutil.rmtree(path, ignore_errors=True)  # another user's stays
-    return tempfile.mkdtemp(prefix=f"{_DIR_PREFIX}{os.getpid()}-")
 
 
 class Supervisor:
@@ -77,8 +68,9 @@ class Supervisor:
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="ckptrt-io")
         self._link = link or JobLink(job.run, endpoints=job.etcd_endpoints, notify=self._post_notice)
         self._ledger = RunLedger(self._link.raise_incarnation)
+        self._desk = RunDesk(self._ledger, self)
         self._store = WorkerStore(job.store_host, job.master_port)
-        self._dir = _private_dir()
+        self._dir = make_workdir()
         self._server = AgentServer(self.socket_path, self, self._selector)
         directory = job.logs.directory
         self._herald = Herald(console, directory)
@@ -88,15 +80,14 @@ class Supervisor:
             say=console.say,
             log_path=os.path.join(directory, "persister.log") if directory else None,
         )
-        budget = Budget(max_restarts=job.max_restarts, max_no_progress=job.max_no_progress)
+        budget = Budget(
+            max_restarts=job.max_restarts, max_no_progress=job.max_no_progress, drained_exit=job.drained_exit
+        )
         self._state = State(budget=budget, num_workers=job.num_workers)
         self._watched: set[int] = set()
         self._linked = False
         # of the current set of workers
         self._opening: Opening | None = None
-        self._run_answer: Message | None = None  # what open_run is answered with in this set
-        self._run_refusals: dict[str, Message] = {}  # by url: said once for all ranks of this set
-        self._run_waiters: list[tuple[RunPlace, Callable[[Message], None]]] = []
         self._set_logs = SetLogs(directory=None)
         self._specs: list[WorkerSpec] = []
         self._started_at_s = 0.0
@@ -106,6 +97,7 @@ class Supervisor:
         self._last_step: int | None = None
         self._verdict: Verdict | None = None
         self._last_signal = 0
+        self._draining: Draining | None = None
 
     @property
     def socket_path(self) -> str:
@@ -130,10 +122,14 @@ class Supervisor:
 
     def _turn(self) -> None:
         self._watch_group()
-        waits = [wait for wait in (self._group.wake_in_s(), self._persister.wake_in_s()) if wait is not None]
+        drain_s = self._draining.wake_in_s() if self._draining and self._state.phase is Phase.DRAINING else None
+        waits = [wait for wait in (self._group.wake_in_s(), self._persister.wake_in_s(), drain_s) if wait is not None]
         for key, _mask in self._selector.select(min(waits, default=None)):
             key.data()
         self._persister.check()
+        if self._draining and self._draining.check() and self._state.phase is Phase.DRAINING:
+            self._herald.say("warn", f"the workers have not drained within {self.job.drain_s:g} s: stopping them")
+            self._dispatch(restart.DrainTimedOut())
         self._poll_group()
 
     def _watch_group(self) -> None:
@@ -153,7 +149,7 @@ class Supervisor:
                 self._herald.say("warn", problem)
 
     def _take_signals(self) -> None:
-        for signum in self.job.signals:
+        for signum in {*self.job.signals, *self.job.drain_signals}:
             # nohup's choice is kept; every other signal of the list is ours, as with torchrun.
             if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
                 continue
@@ -164,28 +160,37 @@ class Supervisor:
     def _read_mailbox(self) -> None:
         signums, calls = self._mailbox.take()
         if signal.SIGCHLD in signums and self._linked:
-            self._submit(self._link.check)
+            self.submit(self._link.check)
         for signum in signums:
-            if signum in self.job.signals:
+            if signum in self.job.signals or signum in self.job.drain_signals:
                 self._stop_requested(signum)
         for call in calls:
             call()
 
-    def _submit(self, call: Callable[..., None], *args: Any) -> None:
+    def submit(self, call: Callable[..., None], *args: Any) -> None:
         """Have the helper thread do it; an error that it didn't expect is raised here, and ends the job."""
         self._helper.submit(call, *args).add_done_callback(self._helped)
+
+    def post(self, call: Callable[[], None]) -> None:
+        self._mailbox.post(call)
 
     def _helped(self, future: Future[None]) -> None:
         if future.exception() is not None:
             self._mailbox.post(future.result)
 
     def _stop_requested(self, signum: int) -> None:
-        name = signal.Signals(signum).name
-        again = self._state.exit_code is not None and self._state.phase is Phase.STOPPING
-        self._herald.say("signal", f"{name}: {'killing' if again else 'stopping'} the workers")
-        self._herald.event("signal", signal=name)
-        self._last_signal = signum
-        self._dispatch(restart.StopRequested(signum=signum))
+        state, drain = self._state, signum in self.job.drain_signals
+        # A notice such as SIGUSR1 is not meant for workers that can drain: if they don't, they are stopped by SIGTERM.
+        stop = signal.SIGTERM if drain and (state.has_run or state.stepped) else signum
+        self._last_signal = stop
+        self._dispatch(restart.StopRequested(signum=stop, drain=drain))
+        doing = "stopping the workers"
+        if self._state.phase is Phase.DRAINING:
+            doing = "draining: the workers finish a step, save it and end; once more stops them now"
+        elif state.phase is Phase.STOPPING and state.exit_code is not None:
+            doing = "killing the workers"
+        self._herald.say("signal", f"{signal.Signals(signum).name}: {doing}")
+        self._herald.event("signal", signal=signal.Signals(signum).name)
 
     def _post_notice(self, notice: LinkNotice) -> None:
         self._mailbox.post(partial(self._take_notice, notice))
@@ -205,13 +210,17 @@ class Supervisor:
 
     def _do(self, action: Action) -> None:
         if action is Action.OPEN:
-            self._submit(self._open)
+            self.submit(self._open)
         elif action is Action.START:
             self._start()
         elif action is Action.STOP:
             self._group.stop(self.job.grace_s)
         elif action is Action.FORWARD:
-            self._group.stop(self.job.drain_s, self._last_signal)
+            # The time for a last checkpoint is given once.
+            self._group.stop(self.job.grace_s if self._draining else self.job.drain_s, self._last_signal)
+        elif action is Action.DRAIN:
+            reached = self._last_step or 0
+            self._draining = Draining(self.job.num_workers, reached, self.job.drain_s, self._server.broadcast)
         elif action is Action.KILL:
             self._group.stop(0.0)
         elif action is Action.JUDGE:
@@ -230,7 +239,7 @@ class Supervisor:
                 self._linked = True
                 if self.job.url:
                     self._ledger.open_run(RunPlace.of(self.job.url, self.job.local_dir))
-            opening = self._advance(self.job.num_workers)
+            opening = self.advance(self.job.num_workers)
         except Error as error:
             self._mailbox.post(partial(self._open_failed, error))
         except Exception as error:  # noqa: BLE001 - a bug here must end the job with words, not hang it
@@ -239,10 +248,10 @@ class Supervisor:
         else:
             self._mailbox.post(partial(self._opened, opening))
 
-    def _advance(self, world_size: int) -> Opening:
+    def advance(self, world_size: int) -> Opening:
         fds = [fd for _rank, fd in self._server.arenas.holdings()]
         # What the user said of resuming is about the start of the job; a restart goes on from where the job was.
-        policy = self.job.resume if self._run_answer is None else "auto"
+        policy = self.job.resume if self._desk.answer is None else "auto"
         return self._ledger.advance(memory=lambda: memory_snapshots(fds), policy=policy, world_size=world_size)
 
     def _open_failed(self, error: Error) -> None:
@@ -271,8 +280,7 @@ class Supervisor:
             decide_s=opening.decide_s,
             fence_s=opening.fence_s,
         )
-        if self._ledger.url:
-            self._run_answer = {"op": "run", "incarnation": opening.incarnation, "resume": opening.resume_text}
+        self._desk.note(opening)
 
     # --- the workers
 
@@ -280,10 +288,11 @@ class Supervisor:
         assert self._opening is not None
         job = self.job
         self._started_at_s = time.monotonic()
+        self._draining = None
         self._up.clear()
         self._exits.clear()
         self._set_logs = SetLogs(directory=None)
-        self._run_refusals.clear()
+        self._desk.begin_set()
         self._server.begin_set()
         if self._ledger.url:
             self._persister.ensure()
@@ -349,7 +358,10 @@ class Supervisor:
         if exited.code == 0:
             self._dispatch(restart.WorkerFinished(rank=exited.rank))
             return
-        if self._state.phase is Phase.RUNNING:
+        if self._draining and exited.code == restart.EXIT_DRAINED:
+            self._dispatch(restart.WorkerDrained(rank=exited.rank))
+            return
+        if self._state.phase in (Phase.RUNNING, Phase.DRAINING):
             self._recovery = Recovery(
                 failed_at_s=exited.at_s, seen_at_s=time.monotonic(), num_workers=self.job.num_workers
             )
@@ -407,60 +419,31 @@ class Supervisor:
     # --- what the workers ask for (agentsocket.Desk)
 
     def open_run(self, place: RunPlace, world_size: int, answer: Callable[[Message], None]) -> None:
-        if self._run_answer is not None:
-            answer(self._answer_to(place, self._run_answer))
-            return
-        if place.url in self._run_refusals:
-            answer(self._run_refusals[place.url])
-            return
-        self._run_waiters.append((place, answer))
-        if len(self._run_waiters) == 1:
-            self._submit(self._open_run, place, world_size)
+        self._desk.open_run(place, world_size, answer)
 
-    def _open_run(self, place: RunPlace, world_size: int) -> None:
-        """On the helper thread."""
-        try:
-            self._ledger.open_run(place)
-            opening = self._advance(world_size)
-        except Error as error:
-            self._mailbox.post(partial(self._run_refused, place.url, error))
-        except Exception as error:  # noqa: BLE001 - a bug here must reach the worker, which would wait for ever
-            failure = Error(f"{place.url} can't be opened: {error!r}")
-            self._mailbox.post(partial(self._run_refused, place.url, failure))
-        else:
-            self._mailbox.post(partial(self._run_opened, opening))
-
-    def _run_opened(self, opening: Opening) -> None:
+    def run_opened(self, opening: Opening) -> None:
         self._note_opening(opening)
         self._persister.ensure()
-        assert self._run_answer is not None
-        waiters, self._run_waiters = self._run_waiters, []
-        for place, answer in waiters:
-            answer(self._answer_to(place, self._run_answer))
         self._dispatch(restart.RunOpened(incarnation=opening.incarnation))
 
-    def _answer_to(self, place: RunPlace, known: Message) -> Message:
-        """The answer to a worker that means the run that is open; an error for one that means another."""
-        try:
-            self._ledger.open_run(place)
-        except Error as error:
-            return error_reply(error)
-        return known
-
-    def _run_refused(self, url: str, error: Error) -> None:
+    def run_refused(self, error: Error) -> None:
         self._herald.error(error)
-        self._run_refusals[url] = error_reply(error)
-        waiters, self._run_waiters = self._run_waiters, []
-        for _place, answer in waiters:
-            answer(self._run_refusals[url])
         self._dispatch(restart.RunOpened(exit_code=error.exit_code))
 
     def persister_path(self) -> str:
         self._persister.ensure()
         return self._persister.path
 
+    def drain_replied(self, rank: int, step: int, target: int, taken: bool) -> None:
+        if self._draining:
+            self._draining.replied(rank, step, target, taken)
+
+    def drain_arrived(self, rank: int, step: int, answer: Callable[[Message], None]) -> None:
+        if self._draining:
+            self._draining.arrived(rank, step, answer)
+
     def phase(self, rank: int, name: str, at_s: float, step: int | None) -> None:
-        if self._state.phase is not Phase.RUNNING:
+        if self._state.phase not in (Phase.RUNNING, Phase.DRAINING):
             return
         if step is not None:
             self._last_step = step if self._last_step is None else max(self._last_step, step)
@@ -487,7 +470,7 @@ class Supervisor:
         self._ledger.close()
         self._store.close()
         self._copy_error_file()
-        self._herald.done(self._state)
+        self._herald.done(self._state, self._draining.step if self._draining else None)
         self._selector.close()
         self._mailbox.close()
         shutil.rmtree(self._dir, ignore_errors=True)

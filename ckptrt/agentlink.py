@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 import time
 from collections.abc import Mapping
@@ -23,6 +24,9 @@ class AgentLink:
     def __init__(self, path: str, rank: int, incarnation: int) -> None:
         self._channel = wire.connect(path, _TIMEOUT_S)
         self._lock = threading.Lock()
+        self._news = select.poll()
+        self._news.register(self._channel.fileno(), select.POLLIN)
+        self._proposed: int | None = None
         self.rank = rank
         self._ask({"op": "hello", "rank": rank, "pid": os.getpid(), "incarnation": incarnation})
 
@@ -56,6 +60,30 @@ class AgentLink:
         """Say what this worker has reached, for the account of a recovery."""
         self.tell({"op": "phase", "name": name, "at_s": time.monotonic(), "step": step})
 
+    def proposal(self) -> int | None:
+        """The newest step that the agent has proposed to end at since the last call. Never waits."""
+        with self._lock, contextlib.suppress(OSError):
+            while self._news.poll(0):
+                if not self._take_news(self._channel.receive()):
+                    break  # the agent is gone, and this process will be
+        proposed, self._proposed = self._proposed, None
+        return proposed
+
+    def reply_to_drain(self, step: int, target: int, taken: bool) -> None:
+        """Say whether this rank, which has done `step` steps, takes the proposal."""
+        self._ask({"op": "drain_reply", "step": step, "target": target, "taken": taken})
+
+    def may_end(self, step: int) -> bool:
+        """Ask at the end of a step that was taken whether it is the last one. Waits a moment for the others."""
+        return bool(self._ask({"op": "drain_arrived", "step": step})[0]["end"])
+
+    def _take_news(self, received: tuple[wire.Message, tuple[int, ...]] | None) -> bool:
+        """Keep what the agent says without having been asked; False for anything else."""
+        if received is None or received[0]["op"] != "drain":
+            return False
+        self._proposed = int(received[0]["step"])
+        return True
+
     def tell(self, message: wire.Message) -> None:
         """A message without an answer. A busy or stopped agent misses it; if it is gone, so will this process be."""
         with self._lock, contextlib.suppress(OSError):
@@ -64,7 +92,8 @@ class AgentLink:
     def _ask(self, message: wire.Message) -> tuple[wire.Message, tuple[int, ...]]:
         with self._lock:
             self._channel.send(message)
-            received = self._channel.receive()
+            while self._take_news(received := self._channel.receive()):
+                pass
         if received is None:
             raise ConnectionError("the node's agent has closed the line")
         reply, fds = received

@@ -11,13 +11,14 @@ from concurrent.futures import TimeoutError as FutureTimeoutError  # Python 3.10
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, SupportsFloat
+from typing import Any, NoReturn, SupportsFloat
 
 from ckptrt import say
 from ckptrt.adapters import adapt
 from ckptrt.adapters.tree import TreeAdapter
 from ckptrt.agentlink import AgentLink
 from ckptrt.arena import Arena
+from ckptrt.draining import DrainWatch
 from ckptrt.env import DIR, WorkerEnv
 from ckptrt.errors import BusyError, Error, FencedError, PersistError, UsageError, from_data
 from ckptrt.faultpoints import faultpoint
@@ -40,6 +41,8 @@ _COMMIT_LINE_EVERY_S = 5.0
 _CLOSE_TIMEOUT_S = 120.0  # a rank elsewhere may have failed to write and can't say so
 _PROGRESS_EVERY_S = 0.1
 _FENCES_MAX = 8
+_EXIT_DRAINED = 75  # what the launcher takes for a drained worker
+_EXIT_UNSAVED = 143
 
 
 def init(
@@ -116,6 +119,7 @@ class Runtime:
         self._policy = policy
         self._session = join_run(env, self._ranks, place)
         self._flush = FlushWatch(place)
+        self._drain = DrainWatch(self._session.agent) if self._session.agent is not None else None
         self._stager: Stager = CopyStager(self.rank, self.world_size)
         self._arena = Arena(self.rank, self._allocate)
         self._own_persister = OwnPersister() if self._session.agent is None else None
@@ -178,7 +182,8 @@ class Runtime:
         """Say that a training step is done; saves if one is due.
 
         metrics: numbers of this step, such as its loss; rank 0's are stored with the checkpoint, those that are finite.
-        Raises FencedError if another job has taken the run over, and with
+        Raises SystemExit, with the step committed, once the launcher was asked to drain the job; FencedError if another
+        job has taken the run over; and with
         on_error="raise" the error of a save that failed since the last call.
         """
         self._check_open()
@@ -192,6 +197,14 @@ class Runtime:
         faultpoint("step", rank=self.rank, step=self.step_count, incarnation=self.incarnation)
         if self._policy.every is not None and self.step_count % self._policy.every == 0:
             self.save()
+        if self._drain is not None and self._drain.is_over(self.step_count):
+            self._end_drained()
+
+    def _end_drained(self) -> NoReturn:
+        """Save this step, see it committed, and end the process: its agent was asked to, and all ranks agreed on it."""
+        error = self.save(wait=True).committed.exception(_CLOSE_TIMEOUT_S)
+        self.close()
+        raise SystemExit(_EXIT_DRAINED if error is None else _EXIT_UNSAVED)
 
     def save(self, *, wait: bool = False) -> SaveHandle:
         """Take a snapshot of the present state and have it written in the background.

@@ -7,7 +7,9 @@ which step was restored.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import signal
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -191,6 +193,11 @@ def join_run(env: WorkerEnv, ranks: RankGroup, place: RunPlace) -> Session:
 
 
 def _join_launched(env: WorkerEnv, agent_socket: str, ranks: RankGroup, place: RunPlace) -> Session:
+    # A scheduler's notice may go to every process of the job; the agent has had it too, and decides.
+    with contextlib.suppress(ValueError):  # not the main thread: then that has to mind its signals
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(signum) is signal.SIG_DFL:
+                signal.signal(signum, signal.SIG_IGN)
     agent = AgentLink(agent_socket, ranks.rank, env.incarnation or 0)
     agent.phase("group")
     incarnation, resume = agent.open_run(place.data(), ranks.world_size)

@@ -33,12 +33,19 @@ class Desk:
         self.phases: list[tuple[int, str, float, int | None]] = []
         self.steps: list[int] = []
         self.waiting: list[Callable[[Message], None]] = []
+        self.drain: list[tuple[int, int, int, bool]] = []
 
     def open_run(self, place: RunPlace, world_size: int, answer: Callable[[Message], None]) -> None:
         self.waiting.append(answer)
 
     def persister_path(self) -> str:
         return "/there"
+
+    def drain_replied(self, rank: int, step: int, target: int, taken: bool) -> None:
+        self.drain.append((rank, step, target, taken))
+
+    def drain_arrived(self, rank: int, step: int, answer: Callable[[Message], None]) -> None:
+        self.waiting.append(answer)
 
     def phase(self, rank: int, name: str, at_s: float, step: int | None) -> None:
         self.phases.append((rank, name, at_s, step))

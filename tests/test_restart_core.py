@@ -25,10 +25,12 @@ def _event(step: Step) -> Event:
         "up": restart.WorkersUp(),
         "finished": restart.WorkerFinished(rank=number.get("rank", 0)),
         "failed": restart.WorkerFailed(rank=number.get("rank", 0)),
+        "drained": restart.WorkerDrained(rank=number.get("rank", 0)),
+        "drain-timed-out": restart.DrainTimedOut(),
         "first-step": restart.FirstStep(),
         "committed": restart.Committed(step=number.get("step", 0)),
         "judged": restart.Judged(error=step.options.get("error", ""), lived_s=float(step.options.get("lived", 0))),
-        "stop": restart.StopRequested(signum=number.get("signum", 0)),
+        "stop": restart.StopRequested(signum=number.get("signum", 0), drain="drain" in step.options),
         "evicted": restart.Evicted(),
     }
     return events[step.command]
