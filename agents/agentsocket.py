@@ -2,7 +2,7 @@
 
 Requests of one connection are answered in order; a connection says `hello` first. One-way messages get no answer.
 
-    hello            rank, pid, incarnation                      -> ok
+    hello            rank, pid, incarnation                      -> ok  stacks (a path)
     open_run         url, local_dir, options, world_size         -> run  incarnation, resume | error
     arena            rank, size_bytes                            -> arena  created, + one memfd
     holdings                                                     -> holdings  ranks, + one memfd each
@@ -53,6 +53,10 @@ class Desk(Protocol):
         ...
 
     def persister_path(self) -> str: ...
+
+    def stacks_file(self, rank: int) -> str:
+        """Where a worker writes its stacks when it is asked to by a signal."""
+        ...
 
     def drain_replied(self, rank: int, step: int, target: int, taken: bool) -> None: ...
 
@@ -205,7 +209,7 @@ class AgentServer:
         op = message["op"]
         if op == "hello":
             client.rank = int(message["rank"])
-            return Reply(message={"op": "ok"})
+            return Reply(message={"op": "ok", "stacks": self._desk.stacks_file(client.rank)})
         if op == "open_run":
             self._desk.open_run(
                 RunPlace.from_data(message),

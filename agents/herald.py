@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckptrt.agents.console import Console
-from ckptrt.agents.report import Recovery, failure_lines, line, recovery_line
+from ckptrt.agents.report import Recovery, failure_lines, hang_lines, line, recovery_line
 from ckptrt.agents.restart import Action, State
 from ckptrt.agents.verdict import Verdict
+from ckptrt.agents.watchdog import Look
 from ckptrt.clock import Clock, SystemClock
 from ckptrt.errors import Error
 
@@ -80,6 +81,11 @@ class Herald:
             consequences=[other.rank for other in verdict.consequences],
             stopped=[other.rank for other in verdict.stopped],
         )
+
+    def hang(self, looks: Sequence[Look], odd: Look, why: str) -> None:
+        self._console.say(hang_lines(looks, odd, why))
+        stacks = {look.rank: list(look.stack) for look in looks}
+        self.event("hang", rank=odd.rank, why=why, silent_s=odd.silent_s, step=odd.step, stacks=stacks)
 
     def restart(self, state: State) -> None:
         budget = state.budget

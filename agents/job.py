@@ -70,7 +70,8 @@ class Job:
     until a worker names it; local_dir: where ranks write first, if not there. master_port: None for a fresh port at
     every start. environ: of the workers, without what differs between them. grace_s, drain_s: from SIGTERM to SIGKILL
     after a failure, and after a signal to us. drain_signals: those that ask for a last checkpoint, for which there is
-    as much time; drained_exit: the exit code after it.
+    as much time; drained_exit: the exit code after it. hang_timeout_s: how long workers may go without a step, None for
+    a learned time, infinity for ever.
     """
 
     run: str
@@ -86,6 +87,7 @@ class Job:
     environ: Mapping[str, str]
     cwd: str
     signals: tuple[int, ...]
+    hang_timeout_s: float | None = None
     drain_signals: tuple[int, ...] = ()
     drained_exit: int = 75
     url: str = ""

@@ -54,6 +54,10 @@ class SetLogs:
     def error_file(self, local_rank: int) -> str:
         return os.path.join(self.directory, str(local_rank), "error.json") if self.directory else ""
 
+    def stacks_file(self, local_rank: int) -> str:
+        """Where a worker writes its stacks when it is asked to; empty if there is no directory."""
+        return os.path.join(self.directory, str(local_rank), "stacks.txt") if self.directory else ""
+
     def close_streams(self) -> None:
         for fd in self._opened:
             os.close(fd)

@@ -7,6 +7,7 @@ torch, so it is imported when the zygote already runs.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import secrets
@@ -73,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("drain-timeout", "30", "TIME", "The same after a signal to the launcher. --shutdown-timeout overrides it."),
         ("drain-signals", "SIGTERM,SIGUSR1,SIGUSR2", "SIGNALS", "Those at which the workers save a last step and end."),
         ("preempt-exit-code", "75", "N", "The launcher's exit code after that."),
+        ("hang-timeout", "auto", "TIME", "Without a step for so long, restart; auto learns it, from 5m on; off."),
         ("preload", "", "MODULES", "Comma-separated modules to import once, ahead of every start."),
         ("max-no-progress", "3", "N", "Restarts in a row without a newly committed step."),
     ):
@@ -163,6 +165,7 @@ def _job(args: argparse.Namespace, environ: dict[str, str]) -> Job:
         environ=environ,
         cwd=os.getcwd(),
         signals=_signals(args.signals_to_handle),
+        hang_timeout_s=_hang_timeout_s(args.ckpt_hang_timeout),
         drain_signals=_signals(args.ckpt_drain_signals, "--ckpt-drain-signals") if args.ckpt_drain_signals else (),
         drained_exit=_exit_code(args.ckpt_preempt_exit_code),
         url=_url(args.ckpt_dir),
@@ -290,6 +293,16 @@ def _resume(text: str) -> str:
     if text not in ("auto", "latest", "never") and not text.isdigit():
         raise UsageError(f"--ckpt-resume={text}: must be auto, latest, never or a step")
     return text
+
+
+def _hang_timeout_s(text: str) -> float | None:
+    """None for a learned one, infinity for off."""
+    if text in ("auto", "off"):
+        return None if text == "auto" else math.inf
+    limit_s = parse_duration(text)
+    if limit_s <= 0:
+        raise UsageError(f"--ckpt-hang-timeout={text}: must be more than 0; off switches it off")
+    return limit_s
 
 
 def _exit_code(text: Any) -> int:

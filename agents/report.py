@@ -1,7 +1,7 @@
 """The wording of what the launcher says. Pure.
 
 Lines begin with one of a few fixed words and are aligned, so that logs grep well: checkpoints, logs, failure, restart,
-recovery, signal, note, warn, done.
+recovery, signal, drain, hang, note, warn, done.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptrt.agents.verdict import Exit, Verdict, describe_code
+from ckptrt.agents.watchdog import Look
 
-__all__ = ["Recovery", "failure_lines", "line", "ranks_text", "recovery_line"]
+__all__ = ["Recovery", "failure_lines", "hang_lines", "line", "ranks_text", "recovery_line"]
 
 _WIDTH = 13
 
@@ -54,6 +55,24 @@ def failure_lines(verdict: Verdict, *, step: int | None, tail: Sequence[str], lo
         rows.append(f"log {log}")
     rows += [f"  {text}" for text in tail]
     return line("failure", "\n".join(rows))
+
+
+def hang_lines(looks: Sequence[Look], odd: Look, why: str) -> str:
+    """Who keeps the others and what all of them do; ranks that are at the same place share a row."""
+    rows = [f"no step for {odd.silent_s:.1f} s · rank {odd.rank} after step {odd.step}: {why}"]
+    places: dict[str, list[int]] = {}
+    for look in looks:
+        places.setdefault(_place(look), []).append(look.rank)
+    rows += [f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} at {place}" for place, ranks in places.items()]
+    return line("hang", "\n".join(rows))
+
+
+def _place(look: Look) -> str:
+    """The innermost frame that isn't a library's, if there is one."""
+    if not look.stack:
+        return f"an unknown place (process state {look.state or 'unknown'}, no stack)"
+    own = [frame for frame in look.stack if "/site-packages/" not in frame and "/lib/python" not in frame]
+    return (own or list(look.stack))[0]
 
 
 def _reason(cause: Exit) -> str:

@@ -21,7 +21,7 @@ from enum import Enum
 __all__ = [
     "TABLE", "Action", "Begin", "Budget", "Committed", "DrainTimedOut", "Event", "Evicted", "FirstStep", "Judged",
     "Judgement", "OpenFailed", "Opened", "Phase", "Resume", "RunOpened", "Snapshot", "State", "StopRequested",
-    "WorkerDrained", "WorkerFailed", "WorkerFinished", "WorkersUp", "choose_resume", "step",
+    "WorkerDrained", "WorkerFailed", "WorkerFinished", "WorkersHung", "WorkersUp", "choose_resume", "step",
 ]  # fmt: skip
 
 EXIT_FAILED = 1
@@ -124,6 +124,11 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersHung:
+    """They live, and get no further."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDrained:
     """A worker has saved its last step, which is committed, and ended because it was asked to."""
 
@@ -177,6 +182,7 @@ Event = (
     | WorkersUp
     | WorkerFinished
     | WorkerFailed
+    | WorkersHung
     | WorkerDrained
     | DrainTimedOut
     | FirstStep
@@ -270,6 +276,10 @@ def _failed(state: State, event: Event) -> Judgement:
     if new.phase is Phase.RUNNING:
         return replace(new, phase=Phase.STOPPING), (Action.STOP,)
     return new, actions
+
+
+def _hung(state: State, event: Event) -> Judgement:
+    return replace(state, failed=True, phase=Phase.STOPPING), (Action.STOP,)
 
 
 def _drained(state: State, event: Event) -> Judgement:
@@ -393,6 +403,7 @@ TABLE: Mapping[tuple[Phase, type], Handler] = {
     (Phase.RUNNING, WorkersUp): _ignore,
     (Phase.RUNNING, WorkerFinished): _finished,
     (Phase.RUNNING, WorkerFailed): _failed,
+    (Phase.RUNNING, WorkersHung): _hung,
     (Phase.RUNNING, FirstStep): _first_step,
     (Phase.RUNNING, Committed): _committed,
     (Phase.RUNNING, StopRequested): _stop,

@@ -19,10 +19,12 @@ from functools import partial
 from typing import Any
 
 from ckptrt import env
-from ckptrt.agents import restart
+from ckptrt.agents import restart, watchdog
 from ckptrt.agents.agentsocket import AgentServer
 from ckptrt.agents.console import Console
 from ckptrt.agents.draining import Draining
+from ckptrt.agents.exits import describe_exit
+from ckptrt.agents.hang import HangWatch
 from ckptrt.agents.herald import Herald
 from ckptrt.agents.job import Job, WorkerStore, worker_env
 from ckptrt.agents.joblink import JobLink, LinkNotice
@@ -33,7 +35,7 @@ from ckptrt.agents.persister_keeper import PersisterKeeper
 from ckptrt.agents.report import Recovery
 from ckptrt.agents.restart import Action, Budget, Event, Phase, State
 from ckptrt.agents.rundesk import RunDesk
-from ckptrt.agents.verdict import Exit, Verdict, judge
+from ckptrt.agents.verdict import Verdict, judge
 from ckptrt.agents.workdir import make_workdir
 from ckptrt.agents.workers import (
     ColdWorkers,
@@ -98,6 +100,8 @@ class Supervisor:
         self._verdict: Verdict | None = None
         self._last_signal = 0
         self._draining: Draining | None = None
+        self._hang = HangWatch(job.hang_timeout_s)
+        self._hung: tuple[watchdog.Look, str] | None = None  # who keeps the others, and by what it is told
 
     @property
     def socket_path(self) -> str:
@@ -122,15 +126,28 @@ class Supervisor:
 
     def _turn(self) -> None:
         self._watch_group()
-        drain_s = self._draining.wake_in_s() if self._draining and self._state.phase is Phase.DRAINING else None
-        waits = [wait for wait in (self._group.wake_in_s(), self._persister.wake_in_s(), drain_s) if wait is not None]
-        for key, _mask in self._selector.select(min(waits, default=None)):
+        phase = self._state.phase
+        drain_s = self._draining.wake_in_s() if self._draining and phase is Phase.DRAINING else None
+        hang_s = self._hang.wake_in_s() if phase is Phase.RUNNING else None
+        waits = [self._group.wake_in_s(), self._persister.wake_in_s(), drain_s, hang_s]
+        for key, _mask in self._selector.select(min((wait for wait in waits if wait is not None), default=None)):
             key.data()
         self._persister.check()
-        if self._draining and self._draining.check() and self._state.phase is Phase.DRAINING:
+        self._check_clocks()
+        self._poll_group()
+
+    def _check_clocks(self) -> None:
+        phase = self._state.phase
+        if self._draining and phase is Phase.DRAINING and self._draining.check():
             self._herald.say("warn", f"the workers have not drained within {self.job.drain_s:g} s: stopping them")
             self._dispatch(restart.DrainTimedOut())
-        self._poll_group()
+        if phase is Phase.RUNNING and (looks := self._hang.check(self._up, self.stacks_file)) is not None:
+            self._hung = watchdog.odd_one(looks)
+            self._herald.hang(looks, *self._hung)
+            seen_at_s = time.monotonic()
+            began_at_s = seen_at_s - self._hung[0].silent_s
+            self._recovery = Recovery(failed_at_s=began_at_s, seen_at_s=seen_at_s, num_workers=self.job.num_workers)
+            self._dispatch(restart.WorkersHung())
 
     def _watch_group(self) -> None:
         wanted = set(self._group.filenos())
@@ -288,7 +305,8 @@ class Supervisor:
         assert self._opening is not None
         job = self.job
         self._started_at_s = time.monotonic()
-        self._draining = None
+        self._draining = self._hung = None
+        self._hang.begin_set()
         self._up.clear()
         self._exits.clear()
         self._set_logs = SetLogs(directory=None)
@@ -389,7 +407,9 @@ class Supervisor:
         self._recovery.stopped_at_s = time.monotonic()
         self._set_logs.close_streams()
         self._console.unfollow()
-        self._verdict = verdict = judge([self._exit(exited) for exited in self._exits])
+        self._verdict = verdict = judge(
+            [describe_exit(exited, self._set_logs, self._recovery.seen_at_s, self._hung) for exited in self._exits]
+        )
         self._recovery.failed_at_s = min(verdict.cause.began_at_s, self._recovery.seen_at_s)
         cause = verdict.cause
         seen = cause.rank in self._set_logs.shown
@@ -398,23 +418,6 @@ class Supervisor:
         self._herald.failure(verdict, incarnation=self._state.incarnation, step=self._last_step, tail=tail, log=log)
         lived_s = self._recovery.seen_at_s - self._started_at_s
         self._dispatch(restart.Judged(error=verdict.fingerprint, lived_s=lived_s))
-
-    def _exit(self, exited: WorkerExited) -> Exit:
-        error, error_at_s = self._set_logs.error(exited.rank) if exited.code else ("", None)
-        if exited.code < 0 and error_at_s is None:
-            error = ""  # the last line on stderr of a process that was killed says nothing about why
-        # A worker with a SIGTERM handler ends with a status of its own choice once it was asked to stop.
-        asked = exited.by_us or (exited.code > 0 and error_at_s is None and exited.at_s > self._recovery.seen_at_s)
-        return Exit(
-            rank=exited.rank,
-            pid=exited.pid,
-            code=exited.code,
-            at_s=exited.at_s,
-            by_us=asked,
-            error=error,
-            error_at_s=error_at_s,
-            note=exited.note,
-        )
 
     # --- what the workers ask for (agentsocket.Desk)
 
@@ -434,6 +437,9 @@ class Supervisor:
         self._persister.ensure()
         return self._persister.path
 
+    def stacks_file(self, rank: int) -> str:
+        return self._set_logs.stacks_file(rank)
+
     def drain_replied(self, rank: int, step: int, target: int, taken: bool) -> None:
         if self._draining:
             self._draining.replied(rank, step, target, taken)
@@ -445,6 +451,7 @@ class Supervisor:
     def phase(self, rank: int, name: str, at_s: float, step: int | None) -> None:
         if self._state.phase not in (Phase.RUNNING, Phase.DRAINING):
             return
+        self._hang.phase(rank, name, at_s, step)
         if step is not None:
             self._last_step = step if self._last_step is None else max(self._last_step, step)
         if self._recovery.phase(rank, name, at_s):

@@ -39,7 +39,7 @@ __all__ = ["DEFAULT_MODULES", "Zygote", "main"]
 # What a training script pays for before its first step: DDP and AdamW pull torch._dynamo, FSDP2 the tensor package.
 DEFAULT_MODULES = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.tensor",
-    "torch._dynamo", "torch.utils.data", "ckptrt.runtime",
+    "torch._dynamo", "torch.utils.data", "ckptrt.starting",
 )  # fmt: skip
 
 # While importing: OpenBLAS must not start its threads, and asking whether there is a GPU must not create a context.

@@ -38,8 +38,9 @@ from ckptrt.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckptrt.runtime import Runtime, init
+    from ckptrt.runtime import Runtime
     from ckptrt.snapshot import SaveHandle
+    from ckptrt.starting import init
     from ckptrt.storage.retention import Keep
 
     __version__: str
@@ -75,7 +76,7 @@ _LAZY = {
     "Keep": "ckptrt.storage.retention",
     "Runtime": "ckptrt.runtime",
     "SaveHandle": "ckptrt.snapshot",
-    "init": "ckptrt.runtime",
+    "init": "ckptrt.starting",
 }
 
 

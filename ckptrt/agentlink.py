@@ -28,7 +28,8 @@ class AgentLink:
         self._news.register(self._channel.fileno(), select.POLLIN)
         self._proposed: int | None = None
         self.rank = rank
-        self._ask({"op": "hello", "rank": rank, "pid": os.getpid(), "incarnation": incarnation})
+        hello, _ = self._ask({"op": "hello", "rank": rank, "pid": os.getpid(), "incarnation": incarnation})
+        self.stacks = str(hello.get("stacks", ""))
 
     def open_run(self, place: Mapping[str, Any], world_size: int) -> tuple[int, str]:
         """Have the run opened and fenced, once per incarnation: its number, and where to resume from."""

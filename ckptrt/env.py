@@ -6,11 +6,13 @@ Set by `ckptrt-launch` for its workers; also the way in which the runtime and th
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 
 __all__ = [
     "AGENT_SOCKET", "DIR", "ETCD", "FAULTS", "FORMAT", "INCARNATION", "LAUNCHED_AT", "LOCAL_DIR", "RESUME", "RUN_ID",
-    "WorkerEnv", "error_file", "etcd_binary", "faults", "launch_environ", "no_color", "replace", "setting",
+    "STACKS_SIGNAL", "WorkerEnv", "error_file", "etcd_binary", "faults", "launch_environ", "no_color", "replace",
+    "setting",
 ]  # fmt: skip
 
 DIR = "CKPTRT_DIR"  # the run's directory or URL, when ckptrt.init() is given none
@@ -22,6 +24,7 @@ AGENT_SOCKET = "CKPTRT_AGENT_SOCKET"  # Unix socket of the node's agent
 LAUNCHED_AT = "CKPTRT_LAUNCHED_AT"  # CLOCK_MONOTONIC seconds at which the agent asked for this worker
 ETCD = "CKPTRT_ETCD"  # path of the etcd binary to start when no endpoint is named
 FORMAT = "CKPTRT_FORMAT"  # what `ckptrt` prints: auto, human, json, jsonl or quiet
+STACKS_SIGNAL = signal.SIGRTMIN + 7  # a worker writes its stacks when it gets this; no library is known to use it
 FAULTS = "CKPTRT_FAULTS"  # fault points for tests, see ckptrt/faultpoints.py
 
 

@@ -1,14 +1,15 @@
-"""The runtime in a training loop: `ckptrt.init()`, then restore, step, save, wait, close."""
+"""The runtime in a training loop, as `ckptrt.init()` makes it: restore, step, save, wait, close."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED
 from concurrent.futures import TimeoutError as FutureTimeoutError  # Python 3.10 has a class of its own
 from concurrent.futures import wait as wait_for_futures
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, NoReturn, SupportsFloat
@@ -19,22 +20,21 @@ from ckptrt.adapters.tree import TreeAdapter
 from ckptrt.agentlink import AgentLink
 from ckptrt.arena import Arena
 from ckptrt.draining import DrainWatch
-from ckptrt.env import DIR, WorkerEnv
+from ckptrt.env import WorkerEnv
 from ckptrt.errors import BusyError, Error, FencedError, PersistError, UsageError, from_data
 from ckptrt.faultpoints import faultpoint
 from ckptrt.persisting import OwnPersister, PersisterLink
 from ckptrt.ranks import find_ranks
 from ckptrt.restoring import Restored, restore_newest
 from ckptrt.session import Candidate, join_run
-from ckptrt.snapshot import OnError, SaveHandle, SavePolicy, SaveStats, UnderWay, WhenBusy, finite_numbers
+from ckptrt.snapshot import SaveHandle, SavePolicy, SaveStats, UnderWay, finite_numbers
 from ckptrt.staging import CopyStager, Staged, Stager
 from ckptrt.storage.owner import made_by
-from ckptrt.storage.retention import Keep
 from ckptrt.storage.tiered import RunPlace
 from ckptrt.telling import FlushWatch, tell_start, tell_unsaved
 from ckptrt.wire import Message
 
-__all__ = ["Runtime", "init"]
+__all__ = ["Runtime"]
 
 
 _COMMIT_LINE_EVERY_S = 5.0
@@ -43,54 +43,6 @@ _PROGRESS_EVERY_S = 0.1
 _FENCES_MAX = 8
 _EXIT_DRAINED = 75  # what the launcher takes for a drained worker
 _EXIT_UNSAVED = 143
-
-
-def init(
-    dir: str | None = None,
-    *,
-    local_dir: str | None = None,
-    every: int | None = None,
-    keep: int | Keep | None = None,
-    rng: bool = True,
-    on_error: OnError = "warn",
-    when_busy: WhenBusy = "skip",
-    dedup: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
-    **state: Any,
-) -> Runtime:
-    """Make this process's checkpointing runtime. Every rank calls it, after `init_process_group()`.
-
-    dir: the run's directory or URL (such as runs/gpt or s3://bucket/runs/gpt); by default that of `ckptrt-launch`.
-    local_dir: a fast directory on this node to write to first; what is committed there is flushed to `dir` in the
-    background, and restored from whichever has it.
-    every: save after each so many steps; None saves only when save() is called.
-    keep: which checkpoints stay: the last so many, or what a `Keep` says; None keeps all.
-    rng: whether the state of the random generators is a part of the checkpoint.
-    on_error: what a failed save does to the training: "warn" prints and counts it, "raise" raises it at the next
-    step(). A job whose run was taken over by another one gets FencedError at the next step() in any case.
-    dedup: tensors that haven't changed since the last checkpoint (such as a frozen base model) stay where they are, and
-    the new checkpoint refers to them.
-    when_busy: what a save does while both slots are still being written: "skip" counts and tells it, "wait" waits.
-    storage_options: options of the URL's file system, as for fsspec.
-    state: what is saved, by name: modules, optimizers, anything with state_dict/load_state_dict, and dicts.
-    Raises UsageError for state that can't be saved, BusyError if another job holds the run, StorageError if the
-    storage can't be reached.
-    """
-    env = WorkerEnv.read()
-    url = dir or env.dir
-    if not url:
-        raise UsageError("ckptrt.init() has no directory", hint=f"pass one, or set {DIR} or --ckpt-dir")
-    if every is not None and every < 1:
-        raise UsageError(f"every={every}: a save every so many steps needs at least 1")
-    if not state:
-        raise UsageError(
-            "ckptrt.init() was given no state", hint="pass model=..., optim=... and what else must come back"
-        )
-    local_dir = env.local_dir if local_dir is None else local_dir
-    place = RunPlace.of(str(url), str(local_dir or ""), storage_options)
-    keep = Keep(last=keep) if isinstance(keep, int) else keep
-    policy = SavePolicy(every=every, keep=keep, on_error=on_error, when_busy=when_busy, dedup=dedup)
-    return Runtime(place, env, state, policy, rng=rng)
 
 
 class Runtime:
@@ -206,6 +158,22 @@ class Runtime:
         self.close()
         raise SystemExit(_EXIT_DRAINED if error is None else _EXIT_UNSAVED)
 
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Say that this rank does something other than steps, such as a validation, which may take its own time.
+
+        The launcher's watch for hangs learns how long each section takes, and doesn't judge one that it sees first.
+        """
+        self._check_open()
+        agent = self._session.agent
+        if agent is not None:
+            agent.phase(f"enter:{name}")
+        try:
+            yield
+        finally:
+            if agent is not None:
+                agent.phase("leave")
+
     def save(self, *, wait: bool = False) -> SaveHandle:
         """Take a snapshot of the present state and have it written in the background.
 
@@ -300,6 +268,8 @@ class Runtime:
         """
         if self._closed:
             return
+        if self._session.agent is not None:
+            self._session.agent.phase("ended")  # from here on it may take its time
         try:
             self.wait(_CLOSE_TIMEOUT_S)
         except Error as error:

@@ -8,6 +8,8 @@ which step was restored.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import os
 import re
 import signal
 from contextlib import ExitStack
@@ -17,7 +19,7 @@ from typing import Any
 import xxhash
 
 from ckptrt.agentlink import AgentLink
-from ckptrt.env import WorkerEnv
+from ckptrt.env import STACKS_SIGNAL, WorkerEnv
 from ckptrt.errors import BusyError, Error, ExistsError, NotFoundError, UsageError
 from ckptrt.ranks import RankGroup
 from ckptrt.storage.catalog import Catalog
@@ -199,6 +201,11 @@ def _join_launched(env: WorkerEnv, agent_socket: str, ranks: RankGroup, place: R
             if signal.getsignal(signum) is signal.SIG_DFL:
                 signal.signal(signum, signal.SIG_IGN)
     agent = AgentLink(agent_socket, ranks.rank, env.incarnation or 0)
+    if agent.stacks:
+        with contextlib.suppress(OSError):  # no stacks then, and nothing else is lost
+            # Open for good: the handler writes to it whatever this process is stuck in.
+            file = os.open(agent.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            faulthandler.register(STACKS_SIGNAL, file, all_threads=True)
     agent.phase("group")
     incarnation, resume = agent.open_run(place.data(), ranks.world_size)
     if (place.url, incarnation) in _opened:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 _TIMEOUT_S = 60.0
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "numpy", "ckptrt.runtime"]
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "numpy", "ckptrt.starting"]
 
 Scenario = Callable[..., Any]
 

@@ -41,6 +41,9 @@ class Desk:
     def persister_path(self) -> str:
         return "/there"
 
+    def stacks_file(self, rank: int) -> str:
+        return f"/stacks{rank}"
+
     def drain_replied(self, rank: int, step: int, target: int, taken: bool) -> None:
         self.drain.append((rank, step, target, taken))
 
