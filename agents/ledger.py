@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ckptrt.agents.restart import Resume, Snapshot, choose_resume
+from ckptrt.agents.resume import Resume, Snapshot, choose_resume
 from ckptrt.errors import (
     CorruptError,
     ExistsError,

@@ -17,7 +17,7 @@ from ckptrt.agents.coord import MemoryCoord, MemoryCoordStore
 from ckptrt.agents.joblink import JobLink, LinkNotice
 from ckptrt.agents.ledger import RunLedger
 from ckptrt.agents.report import Recovery, failure_lines, ranks_text, recovery_line
-from ckptrt.agents.restart import Snapshot
+from ckptrt.agents.resume import Snapshot
 from ckptrt.agents.verdict import Exit, Verdict
 from ckptrt.clock import FakeClock
 from ckptrt.errors import BusyError, NoCheckpointError, UsageError
@@ -73,7 +73,7 @@ class Served:
 
     def client(self, rank: int) -> Channel:
         channel = connect(self.path, 5.0)
-        assert self.ask(channel, op="hello", rank=rank, pid=1, incarnation=1)[0] == {"op": "ok"}
+        assert self.ask(channel, op="hello", rank=rank, pid=1, incarnation=1)[0] == {"op": "ok", "stacks": f"/stacks{rank}"}
         return channel
 
     def ask(self, channel: Channel, **message: Any) -> tuple[Message, tuple[int, ...]]:

@@ -9,7 +9,8 @@ import pytest
 from support_transcript import Step, check_transcript
 
 from ckptrt.agents import restart
-from ckptrt.agents.restart import Budget, Event, Phase, Resume, Snapshot, State, choose_resume
+from ckptrt.agents.restart import Budget, Event, Phase, State
+from ckptrt.agents.resume import Resume, Snapshot, choose_resume
 from ckptrt.agents.verdict import Exit, judge
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"

@@ -186,7 +186,7 @@ def note(*words):
     with open(f"notes.{rank}", "a") as file:
         file.write(" ".join(map(str, (restarts, *words))) + "\\n")
 
-assert ask(op="hello", rank=rank, pid=os.getpid(), incarnation=0)[0] == {"op": "ok"}
+assert ask(op="hello", rank=rank, pid=os.getpid(), incarnation=0)[0]["op"] == "ok"
 note("env", os.environ.get("CKPTRT_INCARNATION"), os.environ.get("CKPTRT_RESUME_FROM"))
 answer = ask(op="open_run", url=os.environ["TEST_URL"], options={}, world_size=2)[0]
 note("run", answer.get("incarnation"), answer.get("resume"), answer.get("code"))
