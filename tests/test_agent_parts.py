@@ -73,7 +73,10 @@ class Served:
 
     def client(self, rank: int) -> Channel:
         channel = connect(self.path, 5.0)
-        assert self.ask(channel, op="hello", rank=rank, pid=1, incarnation=1)[0] == {"op": "ok", "stacks": f"/stacks{rank}"}
+        assert self.ask(channel, op="hello", rank=rank, pid=1, incarnation=1)[0] == {
+            "op": "ok",
+            "stacks": f"/stacks{rank}",
+        }
         return channel
 
     def ask(self, channel: Channel, **message: Any) -> tuple[Message, tuple[int, ...]]:
