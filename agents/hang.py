@@ -52,8 +52,8 @@ class HangWatch:
     def check(self, pids: Mapping[int, int], stacks_file: Callable[[int], str]) -> list[Look] | None:
         """To be called when `wake_in_s` is over: first asks for the stacks, then gives what they show.
 
-        pids: of the workers, by rank. stacks_file(rank): where each writes. None while nothing is to be said. A rank
-        that tells a step meanwhile ends the alarm.
+        pids: of the live workers, by rank. stacks_file(rank): where each writes, or empty. None while nothing is to be
+        said. A rank that tells a step meanwhile ends the alarm.
         """
         now_s = self._clock.monotonic_s()
         silent = {} if self._off else watchdog.silent(self.watch, now_s)
@@ -61,10 +61,12 @@ class HangWatch:
             self._stacks_at_s = None
             return None
         if self._stacks_at_s is None:
-            self._sizes = {rank: _size(stacks_file(rank)) for rank in pids}
-            for pid in pids.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, env.STACKS_SIGNAL)
+            for rank, pid in pids.items():
+                # To any other process the signal is death: only who has told a step has prepared for it.
+                if rank in self.watch.steps and stacks_file(rank):
+                    self._sizes[rank] = _size(stacks_file(rank))
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, env.STACKS_SIGNAL)
             self._stacks_at_s = now_s + _STACK_WAIT_S
             return None
         if now_s < self._stacks_at_s:

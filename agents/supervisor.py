@@ -141,7 +141,7 @@ class Supervisor:
         if self._draining and phase is Phase.DRAINING and self._draining.check():
             self._herald.say("warn", f"the workers have not drained within {self.job.drain_s:g} s: stopping them")
             self._dispatch(restart.DrainTimedOut())
-        if phase is Phase.RUNNING and (looks := self._hang.check(self._up, self.stacks_file)) is not None:
+        if phase is Phase.RUNNING and (looks := self._hang.check(self._alive(), self.stacks_file)) is not None:
             self._hung = watchdog.odd_one(looks)
             self._herald.hang(looks, *self._hung)
             seen_at_s = time.monotonic()
@@ -371,8 +371,14 @@ class Supervisor:
             # These workers have never reported a step, so this is all that will be known.
             self._herald.recovery(self._recovery, self._state.incarnation)
 
+    def _alive(self) -> dict[int, int]:
+        """The pids of those who haven't exited, by rank: another's pid may be somebody else's by now."""
+        gone = {exited.rank for exited in self._exits}
+        return {rank: pid for rank, pid in self._up.items() if rank not in gone}
+
     def _worker_exited(self, exited: WorkerExited) -> None:
         self._exits.append(exited)
+        self._hang.phase(exited.rank, "ended", exited.at_s, None)
         if exited.code == 0:
             self._dispatch(restart.WorkerFinished(rank=exited.rank))
             return
