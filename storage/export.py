@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ckptrt.errors import MismatchError, NotFoundError, StorageError, UsageError
-from ckptrt.storage.interop.blobs import Assembled, Blob, DigestedImage, Named, Span, digest, read_through
+from ckptrt.storage.interop.blobs import Assembled, Blob, Digested, DigestedImage, Named, Span, digest, read_through
 from ckptrt.storage.interop.casting import CAST_DTYPES, Cast, Loss, cast
 from ckptrt.storage.interop.inventory import Component, Inventory
 from ckptrt.storage.interop.names import rename
@@ -312,14 +312,14 @@ def _write_torch(plan: ExportPlan, output: Output, result: ExportResult, progres
         path = f"{output.folder}/{_TORCH_FILE}"
         result.files[_TORCH_FILE] = torchfile.save_torch(state, path)
         there = torchfile.walk(torchfile.load_plain(path, output.path))
-        found = [digest(torchfile.TorchTensor(tensor), progress) for tensor in there]
+        found = [Digested(torchfile.TorchTensor(tensor)) for tensor in there]
     else:
         dcp.save_dcp(state, output.folder)
-        named = dcp.open_dcp(output.folder, ".", "").tensors.values()
-        found = [digest(tensor.data, progress) for tensor in named]
-    if Counter(found) != Counter(wanted):
+        found = [Digested(tensor.data) for tensor in dcp.open_dcp(output.folder, ".", "").tensors.values()]
+    read_through(found, progress)
+    if Counter(blob.xxh3 for blob in found) != Counter(wanted):
         raise _not_as_written(output.path)
-    del state, tensors
+    del state, tensors, found
     output.tier.delete(torchfile.SCRATCH)
     for name in sorted(_files_of(output.tier)):
         output.sync(name)

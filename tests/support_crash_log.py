@@ -177,7 +177,7 @@ class WatchedFs(Fs):
         self._leave(fault)
 
     def rename(self, source: str, target: str) -> None:
-        """Within one folder; replaces what is there. Nothing in the product does this: it is for planted bugs."""
+        """Within one folder; replaces what is there. In the product only exports do this; here planted bugs do."""
         self._enter("rename")
         os.rename(source, target)
         self._inodes[target] = self._inodes.pop(source)

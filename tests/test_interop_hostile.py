@@ -29,6 +29,7 @@ from ckptrt.storage.interop.dcp import save_dcp
 from ckptrt.storage.interop.quant import DEFAULT_SKIP, is_weight
 from ckptrt.storage.interop.tensorfile import deal_out
 from ckptrt.storage.interop.torchfile import save_torch
+from ckptrt.storage.interop.verified import VerifiedFiles
 from ckptrt.storage.tiers.fs import Fs
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -104,6 +105,21 @@ def test_latest_says_which_checkpoints_it_passes_over(tmp_path):
     assert ckptrt("export", "hf", f"{tmp_path}/run@latest", tmp_path / "out2").exit_code == 4
     Writer(tmp_path / "none")
     assert ckptrt("export", "hf", f"{tmp_path}/none@latest", tmp_path / "out2").exit_code == 10
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_is_not_called_damaged(tmp_path, monkeypatch):
+    source = save(tmp_path / "run", {"big": torch.zeros(3 << 20)})
+    read = VerifiedFiles.read_into
+
+    def late(self: VerifiedFiles, *args: Any) -> None:
+        for path in [*(tmp_path / "run" / "commits").iterdir(), *(tmp_path / "run").rglob("r0*.safetensors")]:
+            path.unlink()
+        read(self, *args)
+
+    monkeypatch.setattr(VerifiedFiles, "read_into", late)
+    result = ckptrt("export", "hf", source, tmp_path / "out")
+    assert result.exit_code == 10 and "step 1 was pruned while it was exported" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 # --- names and parts

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import get_args
 
 import click
 
 from ckptrt.errors import CorruptError, NotFoundError
-from ckptrt.storage.catalog import Catalog, CommitInfo, open_catalog
+from ckptrt.storage.catalog import Catalog, CommitId, CommitInfo, open_catalog
 from ckptrt.storage.checkpoint import Checkpoint
 from ckptrt.storage.cli import _documents, _output
 from ckptrt.storage.cli._settings import ParamType, Settings, common_options, complete_place, pass_settings
@@ -114,7 +116,11 @@ def command(
         max_shard_bytes=max_shard_size,
         config=config,
     )
-    with Output(out, is_file=format == "torch", force=force) as output, Inventory(checkpoint) as inventory:
+    with (
+        _pruned_told(catalog, checkpoint.id),
+        Output(out, is_file=format == "torch", force=force) as output,
+        Inventory(checkpoint) as inventory,
+    ):
         plan = plan_export(inventory, options)
         result = None
         total = plan.source_bytes + (0 if dry_run else 2 * plan.size_bytes)
@@ -149,6 +155,21 @@ def _chosen(catalog: Catalog, step: int | None) -> CommitInfo:
             hint="`ckptrt ls` shows what there is",
         )
     return selection.commit
+
+
+@contextmanager
+def _pruned_told(catalog: Catalog, commit: CommitId) -> Iterator[None]:
+    """Say that a checkpoint was removed while it was read, which isn't damage."""
+    try:
+        yield
+    except CorruptError:
+        if commit in catalog.commit_ids():
+            raise
+        raise NotFoundError(
+            f"{catalog.tier.url}: step {commit.step} was pruned while it was exported",
+            safe="nothing has appeared at the output's place",
+            hint="export one that stays: `ckptrt pin` keeps it",
+        ) from None
 
 
 def _facts(catalog: Catalog, checkpoint: Checkpoint, options: ExportOptions, plan: ExportPlan) -> dict[str, object]:
