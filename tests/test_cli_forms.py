@@ -82,6 +82,7 @@ def calls(path: Path) -> dict[str, list[list[str]]]:
         "pin": [[f"{here}@40"]],
         "unpin": [[f"{here}@40"]],
         "prune": [[here, "--keep-last", "1", "--grace", "0", "-n"], [here, "--keep-last", "1", "--grace", "0", "-y"]],
+        "drain": [],  # needs a job: test_drain.py
     }
 
 
@@ -180,7 +181,7 @@ def test_help_lists_verbs_by_what_they_are_for() -> None:
     text = ckptrt("--help").stdout
     assert max(map(len, text.splitlines())) <= 80
     heads = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert heads == ["Look:", "Check:", "Move:", "Keep:", "Set up:", "Options:"]
+    assert heads == ["Look:", "Check:", "Move:", "Keep:", "Run:", "Set up:", "Options:"]
 
 
 def test_a_verb_that_is_not_installed_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

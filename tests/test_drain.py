@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import subprocess
+import threading
 from collections import deque
 from pathlib import Path
 
+import msgspec
 import pytest
+from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_jobs import Job, wait_for
 from support_launch import Launch
+from support_runs import FakeRun
 
 from ckptrt.agents import drain
 from ckptrt.agents.draining import Draining
 from ckptrt.agents.options import plan
 from ckptrt.clock import FakeClock
-from ckptrt.errors import UsageError
+from ckptrt.errors import NotFoundError, UsageError
+from ckptrt.storage.catalog import Owner, this_owner
+from ckptrt.storage.cli import cli
+from ckptrt.storage.cli._documents import Drain
+from ckptrt.storage.holder import find_launcher
+from ckptrt.storage.tiers.local import LocalTier
 from ckptrt.storage.verify import verify_commit
 from ckptrt.wire import Message
 
@@ -237,3 +248,49 @@ def test_a_job_that_saves_nothing_is_stopped_as_ever(tmp_path: Path) -> None:
         assert "SIGTERM: stopping the workers" in launch.err
     finally:
         launch.close()
+
+
+# --- ckptrt drain
+
+
+def drain_verb(*args: object) -> Result:
+    return CliRunner().invoke(cli, ["drain", *(str(arg) for arg in args)])
+
+
+@pytest.mark.processes
+def test_a_job_is_drained_from_the_command_line(tmp_path: Path) -> None:
+    with Job(folder=tmp_path, steps=100_000, every=10**9) as job:
+        process = job.launch()
+        wait_for(lambda: job.reached(5), job)
+        tried = json.loads(drain_verb(job.url, "--dry-run", "--json").stdout)
+        assert msgspec.convert(tried, Drain) == Drain(
+            url=f"file://{job.url}", pid=process.pid, ended=False, step=None, dry_run=True
+        )
+        ended = threading.Thread(target=process.wait)  # else it would stay to be reaped
+        ended.start()
+        result = drain_verb(job.url, "--wait", "--json")
+        ended.join()
+        told = msgspec.json.decode(result.stdout, type=Drain)
+        assert process.returncode == 75, job.output
+        assert told.ended and told.step == job.catalog().commits()[0].step
+        again = drain_verb(job.url)
+        assert (again.exit_code, isinstance(again.exception, NotFoundError)) in ((10, False), (1, True))
+
+
+def test_only_a_launcher_on_this_machine_is_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "kill", lambda pid, signum: pytest.fail(f"signal {signum} to {pid}"))
+    run = FakeRun(tier=LocalTier(str(tmp_path)))
+    with pytest.raises(NotFoundError, match="no job has ever opened"):
+        find_launcher(run.catalog)
+    run.fence(1)
+    with pytest.raises(UsageError, match="on node-a, and this is"):
+        find_launcher(run.catalog)
+    run.catalog.write_fence(2, None, 1, this_owner())  # this very process: alive, and no launcher
+    with pytest.raises(UsageError, match="which is no ckptrt-launch"):
+        find_launcher(run.catalog)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    owner = this_owner()
+    run.catalog.write_fence(3, None, 1, Owner(host=owner.host, pid=gone.pid, user=owner.user))
+    with pytest.raises(NotFoundError, match="no job runs"):
+        find_launcher(run.catalog)

@@ -41,6 +41,9 @@ _GROUPS = {
         "unpin": "Let a pinned checkpoint be pruned again.",
         "prune": "Remove checkpoints that are no longer wanted.",
     },
+    "Run": {
+        "drain": "Have a running job save its last step and end.",
+    },
     "Set up": {
         "completion": "Print what a shell needs to complete verbs, options and steps.",
     },

@@ -478,20 +478,21 @@ class Prune(Document):
     errors: list[str]
 
 
+class Drain(Document):
+    """Which job was asked to end."""
+
+    url: str
+    pid: int  # of its launcher
+    ended: bool  # whether it has; only told with --wait
+    step: int | None  # the newest good checkpoint after that
+    dry_run: bool
+
+
 # verb -> what it prints; `msgspec.json.schema` makes a JSON Schema of each.
 DOCUMENTS: dict[str, tuple[type[Document], ...]] = {
-    "ls": (Ls, LsRuns),
-    "show": (Show,),
-    "tree": (Tree,),
-    "diff": (Diff,),
-    "du": (Du,),
-    "events": (Events,),
-    "verify": (Verify,),
-    "doctor": (Doctor,),
-    "cp": (Cp,),
-    "export": (Export,),
-    "import": (Import,),
-    "pin": (Pin,),
-    "unpin": (Pin,),
-    "prune": (Prune,),
-}
+    "ls": (Ls, LsRuns), "show": (Show,), "tree": (Tree,), "diff": (Diff,), "du": (Du,), "events": (Events,),
+    "verify": (Verify,), "doctor": (Doctor,),
+    "cp": (Cp,), "export": (Export,), "import": (Import,),
+    "pin": (Pin,), "unpin": (Pin,), "prune": (Prune,),
+    "drain": (Drain,),
+}  # fmt: skip
