@@ -101,6 +101,11 @@ class ArenaTable:
         """(rank, fd) of every arena: live ones by rank, then retired ones, newest first."""
         return [(rank, fd) for rank, (fd, _size) in sorted(self._live.items())] + self._retired[::-1]
 
+    def keep(self, ranks: range) -> None:
+        """Ranks that live elsewhere from now on need theirs for a restore at most."""
+        for rank in [rank for rank in self._live if rank not in ranks]:
+            self._retired.append((rank, self._live.pop(rank)[0]))
+
     def release_retired(self) -> None:
         for _rank, fd in self._retired:
             os.close(fd)
@@ -134,9 +139,10 @@ class AgentServer:
         self._set_number = 0
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def begin_set(self) -> None:
-        """New workers are about to start: what older ones still say about phases is history."""
+    def begin_set(self, ranks: range) -> None:
+        """New workers of these ranks are about to start: what older ones still say about phases is history."""
         self._set_number += 1
+        self.arenas.keep(ranks)
 
     def broadcast(self, message: Message) -> None:
         """Say something to every rank of the present set."""

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+
+from ckptrt import env
 from ckptrt.agents.logs import SetLogs
 from ckptrt.agents.verdict import Exit
-from ckptrt.agents.watchdog import Look
 from ckptrt.agents.workers import WorkerExited
 
-__all__ = ["describe_exit"]
-
-_KILLED = -9
+__all__ = ["describe_exit", "hand_on_error_file"]
 
 
-def describe_exit(exited: WorkerExited, logs: SetLogs, stopped_s: float, hung: tuple[Look, str] | None) -> Exit:
-    """stopped_s: since when workers were being stopped. hung: who kept the others, and by what it is told."""
-    if hung is not None and exited.rank == hung[0].rank:
-        # However it ended: it is the cause, and that it was killed is our doing.
-        look, why = hung
-        return Exit(
-            rank=exited.rank,
-            pid=exited.pid,
-            code=exited.code or _KILLED,
-            at_s=stopped_s - look.silent_s,
-            note=f"hung for {look.silent_s:.1f} s: {why}",
-        )
-    error, error_at_s = logs.error(exited.rank) if exited.code else ("", None)
+def describe_exit(exited: WorkerExited, logs: SetLogs, local_rank: int, stopped_s: float) -> Exit:
+    """stopped_s: since when workers were being stopped."""
+    error, error_at_s = logs.error(local_rank) if exited.code else ("", None)
     if exited.code < 0 and error_at_s is None:
         error = ""  # the last line on stderr of a process that was killed says nothing about why
     # A worker with a SIGTERM handler ends with a status of its own choice once it was asked to stop.
@@ -39,3 +30,10 @@ def describe_exit(exited: WorkerExited, logs: SetLogs, stopped_s: float, hung: t
         error_at_s=error_at_s,
         note=exited.note,
     )
+
+
+def hand_on_error_file(source: str) -> None:
+    """Give the cause's error file to whoever launched us, as torchrun does."""
+    if source and env.error_file():
+        with contextlib.suppress(OSError):
+            shutil.copyfile(source, env.error_file())

@@ -27,12 +27,13 @@ class HangWatch:
         self._off = limit_s == math.inf
         self.watch = Watch(fixed_s=limit_s)
         self._stacks_at_s: float | None = None
+        self._asked = False  # somebody wants to know, whether ranks are silent here or not
         self._sizes: dict[int, int] = {}
 
     def begin_set(self) -> None:
         """New workers; what was learned of the pauses between steps stays."""
         self.watch = Watch(fixed_s=self.watch.fixed_s, longest_s=self.watch.longest_s)
-        self._stacks_at_s = None
+        self._stacks_at_s, self._asked = None, False
 
     def phase(self, rank: int, name: str, at_s: float, step: int | None) -> None:
         """What a worker has told of itself."""
@@ -47,7 +48,20 @@ class HangWatch:
 
     def wake_in_s(self) -> float | None:
         at_s = self._stacks_at_s or watchdog.wake_at_s(self.watch)
-        return None if self._off or at_s is None else max(0.0, at_s - self._clock.monotonic_s())
+        if at_s is None or (self._off and not self._asked):
+            return None
+        return max(0.0, at_s - self._clock.monotonic_s())
+
+    def look(self, pids: Mapping[int, int], stacks_file: Callable[[int], str], *, asked: bool = False) -> None:
+        """Have the ranks write their stacks; `check` gives them in a second."""
+        for rank, pid in pids.items():
+            # To any other process the signal is death: only who has told a step has prepared for it.
+            if rank in self.watch.steps and stacks_file(rank):
+                self._sizes[rank] = _size(stacks_file(rank))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, env.STACKS_SIGNAL)
+        self._stacks_at_s = self._clock.monotonic_s() + _STACK_WAIT_S
+        self._asked = asked
 
     def check(self, pids: Mapping[int, int], stacks_file: Callable[[int], str]) -> list[Look] | None:
         """To be called when `wake_in_s` is over: first asks for the stacks, then gives what they show.
@@ -56,22 +70,15 @@ class HangWatch:
         said. A rank that tells a step meanwhile ends the alarm.
         """
         now_s = self._clock.monotonic_s()
-        silent = {} if self._off else watchdog.silent(self.watch, now_s)
-        if not silent:
+        if not (self._asked or (not self._off and watchdog.silent(self.watch, now_s))):
             self._stacks_at_s = None
             return None
         if self._stacks_at_s is None:
-            for rank, pid in pids.items():
-                # To any other process the signal is death: only who has told a step has prepared for it.
-                if rank in self.watch.steps and stacks_file(rank):
-                    self._sizes[rank] = _size(stacks_file(rank))
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, env.STACKS_SIGNAL)
-            self._stacks_at_s = now_s + _STACK_WAIT_S
+            self.look(pids, stacks_file)
             return None
         if now_s < self._stacks_at_s:
             return None
-        self._stacks_at_s = None
+        self._stacks_at_s, self._asked = None, False
         return [
             Look(
                 rank=rank,

@@ -122,4 +122,6 @@ class Herald:
         restarts = "1 restart" if state.restarts == 1 else f"{state.restarts} restarts"
         self.say("done", f"{restarts}, exit {code}")
         self.event("done", exit_code=code, restarts=state.restarts)
+
+    def close(self) -> None:
         self._events.close()

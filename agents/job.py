@@ -13,9 +13,10 @@ from typing import Any
 from ckptrt import env
 from ckptrt.agents.logs import LogOptions
 from ckptrt.agents.workerproc import ForkRequest, Kind
+from ckptrt.agents.world import Rules
 from ckptrt.errors import UsageError
 
-__all__ = ["Job", "Program", "WorkerStore", "worker_env"]
+__all__ = ["Job", "Order", "Program", "WorkerStore", "worker_env"]
 
 # What `torchrun --run-path` does, for a worker that has to be started cold.
 _RUN_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -71,7 +72,8 @@ class Job:
     every start. environ: of the workers, without what differs between them. grace_s, drain_s: from SIGTERM to SIGKILL
     after a failure, and after a signal to us. drain_signals: those that ask for a last checkpoint, for which there is
     as much time; drained_exit: the exit code after it. hang_timeout_s: how long workers may go without a step, None for
-    a learned time, infinity for ever.
+    a learned time, infinity for ever. rules: how many nodes; node_timeout_s: silence after which one of them is gone;
+    node_name: empty for the host's; grow_after_s: how long workers run before they stop to take in more nodes.
     """
 
     run: str
@@ -96,6 +98,10 @@ class Job:
     etcd_endpoints: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
     preload_path: tuple[str, ...] = ()
+    rules: Rules = field(default_factory=Rules)
+    node_name: str = ""
+    node_timeout_s: float = 5.0
+    grow_after_s: float = 60.0
     store_host: str = "127.0.0.1"
     master_port: int | None = None
     virtual_local_rank: bool = False
@@ -103,25 +109,49 @@ class Job:
     notes: tuple[str, ...] = field(default=())
 
 
-def worker_env(
-    job: Job, local_rank: int, *, port: int, restarts: int, error_file: str, ours: Mapping[str, str]
-) -> dict[str, str]:
-    """A worker's whole environment. ours: the CKPTRT_ variables of this incarnation."""
-    world = str(job.num_workers)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One set of workers of one node, as whoever decides wants it: which ranks, of what world, and where they meet.
+
+    resume: where they go on from, as CKPTRT_RESUME_FROM has it. url: of the run, empty until a worker has named it.
+    """
+
+    incarnation: int
+    restarts: int
+    resume: str
+    url: str
+    local_dir: str
+    first_rank: int
+    num_local: int
+    world_size: int
+    store_host: str
+    store_port: int
+    node_rank: int = 0
+    num_nodes: int = 1
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.num_local)
+
+
+def worker_env(job: Job, order: Order, local_rank: int, *, error_file: str, ours: Mapping[str, str]) -> dict[str, str]:
+    """A worker's whole environment. ours: the CKPTRT_ variables that the node adds."""
+    rank = str(order.first_rank + local_rank)
+    world = str(order.world_size)
     environ = {
         **job.environ,
-        "RANK": str(local_rank),
+        "RANK": rank,
         "LOCAL_RANK": str(local_rank),
-        "GROUP_RANK": "0",
-        "ROLE_RANK": str(local_rank),
+        "GROUP_RANK": str(order.node_rank),
+        "ROLE_RANK": rank,
         "ROLE_NAME": job.role,
-        "LOCAL_WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": str(order.num_local),
         "WORLD_SIZE": world,
-        "GROUP_WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": str(order.num_nodes),
         "ROLE_WORLD_SIZE": world,
-        "MASTER_ADDR": job.store_host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "MASTER_ADDR": order.store_host,
+        "MASTER_PORT": str(order.store_port),
+        "TORCHELASTIC_RESTART_COUNT": str(order.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         "TORCHELASTIC_RUN_ID": job.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -130,8 +160,16 @@ def worker_env(
         env.RUN_ID: job.run,
         **ours,
     }
-    ours_known = {env.DIR: job.url, env.LOCAL_DIR: job.local_dir}
-    environ |= {name: value for name, value in ours_known.items() if value and name not in ours}
+    if order.url:
+        environ |= {
+            env.DIR: order.url,
+            env.LOCAL_DIR: order.local_dir,
+            env.INCARNATION: str(order.incarnation),
+            env.RESUME: order.resume,
+        }
+    else:
+        known = {env.DIR: job.url, env.LOCAL_DIR: job.local_dir}
+        environ |= {name: value for name, value in known.items() if value}
     if job.virtual_local_rank:
         environ["LOCAL_RANK"] = "0"
         environ["CUDA_VISIBLE_DEVICES"] = _own_device(job.environ.get("CUDA_VISIBLE_DEVICES"), local_rank)

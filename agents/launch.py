@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _hand_over(planned)
         _check_script(planned.job)
         job, started = planned.job, zygote
-        zygote = None  # from here on it belongs to the supervisor
+        zygote = None  # from here on it belongs to the agent
         return _supervise(job, started, planned)
     except Error as error:
         _say(f"error[{error.code}]: {error}")
@@ -69,8 +69,8 @@ def _log_level() -> int:
 
 
 def _supervise(job: Job, zygote: ZygoteProcess | None, planned: Plan) -> int:
+    from ckptrt.agents.agent import Agent
     from ckptrt.agents.console import Console
-    from ckptrt.agents.supervisor import Supervisor
     from ckptrt.agents.workers import ColdWorkers, WorkerGroup
     from ckptrt.agents.zygote_workers import ZygoteWorkers
 
@@ -88,7 +88,7 @@ def _supervise(job: Job, zygote: ZygoteProcess | None, planned: Plan) -> int:
             zygote = None
         group = ZygoteWorkers(zygote or ZygoteProcess(dict(job.environ)), preload=job.preload, path=job.preload_path)
     try:
-        code = Supervisor(job, group, console).run()
+        code = Agent(job, group, console).run()
     finally:
         group.close()
         console.close()

@@ -64,10 +64,12 @@ def _where(url: str, local_dir: str) -> str:
 class RunLedger:
     """The run that this job writes to, once it is known, and its incarnations.
 
-    raise_incarnation: above -> (number, warning), from the coordination store.
+    raise_incarnation: above -> (number, warning), from the coordination store. job: its id, if others may lead it too;
+    what a former leader holds is no hindrance then.
     """
 
-    def __init__(self, raise_incarnation: Callable[[int], tuple[int, str]]) -> None:
+    def __init__(self, raise_incarnation: Callable[[int], tuple[int, str]], job: str = "") -> None:
+        self._job = job
         self.url = ""
         self.local_dir = ""
         self._raise = raise_incarnation
@@ -89,7 +91,7 @@ class RunLedger:
                     hint="use one run for one launch; start another ckptrt-launch for another run",
                 )
             return
-        with hold_place(place) as hold:
+        with hold_place(place, self._job) as hold:
             self._catalog = open_place(place)
             self._hold = hold.pop_all()
         self.url, self.local_dir = place.url, place.local_dir

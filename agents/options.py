@@ -18,13 +18,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config as parse_rendezvous_config
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
 from ckptrt import env
 from ckptrt.agents.job import Job, Program
+from ckptrt.agents.line import local_address
 from ckptrt.agents.logs import LogOptions, parse_streams
 from ckptrt.agents.workerproc import Kind, can_run_forked
+from ckptrt.agents.world import Rules
 from ckptrt.errors import UsageError
 
 __all__ = ["Plan", "build_parser", "parse_duration", "plan"]
@@ -32,6 +35,7 @@ __all__ = ["Plan", "build_parser", "parse_duration", "plan"]
 DEFAULT_MAX_RESTARTS = 10
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 _OWN_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
+_RDZV_TIMES = {"last_call_timeout": 2.0, "join_timeout": 600.0}  # torch's keys, our values in seconds
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)?")
 
 
@@ -70,6 +74,15 @@ def build_parser() -> argparse.ArgumentParser:
         ),
         ("resume", "auto", "WHEN", "auto: the newest good checkpoint, else fresh; latest: it must exist; STEP; never."),
         ("etcd-endpoints", "", "URLS", "Comma-separated etcd endpoints. Without, one is started for this job alone."),
+        ("world-multiple", "1", "N", "The number of ranks is a multiple of it, whatever nodes come and go."),
+        ("node-timeout", "5", "TIME", "Silence after which a node is given up."),
+        ("node-name", "", "NAME", "What this node is called. The host's name if not given."),
+        (
+            "grow-after",
+            "60",
+            "TIME",
+            "How long workers run before they stop at a step to take in new nodes.",
+        ),
         ("grace-timeout", "3", "TIME", "From SIGTERM to SIGKILL for the other workers after a failure."),
         ("drain-timeout", "30", "TIME", "The same after a signal to the launcher. --shutdown-timeout overrides it."),
         ("drain-signals", "SIGTERM,SIGUSR1,SIGUSR2", "SIGNALS", "Those at which the workers save a last step and end."),
@@ -116,11 +129,11 @@ def plan(argv: Sequence[str]) -> Plan:
 
 
 def _why_fallback(args: argparse.Namespace, max_nodes: int, environ: dict[str, str]) -> str:
-    if max_nodes > 1:
-        return f"--nnodes={args.nnodes} is more than one node"
+    if max_nodes > 1 and not args.ckpt_etcd_endpoints:
+        return f"--nnodes={args.nnodes} is more than one node, and --ckpt-etcd-endpoints names no etcd for them"
     if args.rdzv_backend not in _OWN_BACKENDS and not args.standalone:
         return f"--rdzv-backend={args.rdzv_backend} is another package's"
-    if args.rdzv_backend == "static" and args.node_rank != 0:
+    if args.rdzv_backend == "static" and args.node_rank != 0 and max_nodes == 1:
         return f"--node-rank={args.node_rank} joins a node that was started elsewhere"
     if args.logs_specs is not None:
         return f"--logs-specs={args.logs_specs} is another package's"
@@ -150,6 +163,10 @@ def _job(args: argparse.Namespace, environ: dict[str, str]) -> Job:
         notes.append("OMP_NUM_THREADS=1 for each worker, as torchrun sets it; set it yourself for more")
     program = _program(args, environ)
     host, port, run_id, run = _names(args)
+    rules = _rules(args)
+    if rules.max_nodes > 1:
+        host, port = _own_address(args), None
+        run_id = args.rdzv_id
     drain_s = _drain_s(args, environ)
     return Job(
         run=run,
@@ -174,6 +191,10 @@ def _job(args: argparse.Namespace, environ: dict[str, str]) -> Job:
         etcd_endpoints=_words(args.ckpt_etcd_endpoints),
         preload=_words(args.ckpt_preload),
         preload_path=(_script_folder(program),),
+        rules=rules,
+        node_name=args.ckpt_node_name,
+        node_timeout_s=parse_duration(args.ckpt_node_timeout),
+        grow_after_s=parse_duration(args.ckpt_grow_after),
         store_host=host,
         master_port=port,
         virtual_local_rank=args.virtual_local_rank,
@@ -228,6 +249,40 @@ def _names(args: argparse.Namespace) -> tuple[str, int | None, str, str]:
     if args.rdzv_backend == "static":  # torchrun makes this a rendezvous of its own, with an id of its own
         return host, port, str(uuid.uuid4()), name
     return host, port, args.rdzv_id, name
+
+
+def _rules(args: argparse.Namespace) -> Rules:
+    """How many nodes, from torchrun's own options and ours."""
+    min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
+    if max_nodes > 1 and args.rdzv_id == "none":
+        raise UsageError(
+            f"--nnodes={args.nnodes}: the nodes need a name to find each other by",
+            hint="give the same --rdzv-id to all of them, such as the Slurm job's number",
+        )
+    multiple = _count("--ckpt-world-multiple", args.ckpt_world_multiple)
+    if not multiple:
+        raise UsageError("--ckpt-world-multiple=0: must be 1 or more")
+    try:
+        config = parse_rendezvous_config(args.rdzv_conf)
+        last_call_s, patience_s = (float(config.get(key, value)) for key, value in _RDZV_TIMES.items())
+    except ValueError as error:
+        raise UsageError(f"--rdzv-conf={args.rdzv_conf}: {error}") from error
+    return Rules(
+        min_nodes=min_nodes, max_nodes=max_nodes, multiple=multiple, last_call_s=last_call_s, patience_s=patience_s
+    )
+
+
+def _own_address(args: argparse.Namespace) -> str:
+    """Where other nodes reach this one: the address on the way to etcd, which all of them reach."""
+    if args.local_addr:
+        return str(args.local_addr)
+    endpoint = _words(args.ckpt_etcd_endpoints)[0].partition("://")[2] or _words(args.ckpt_etcd_endpoints)[0]
+    try:
+        return local_address(endpoint)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"the way to etcd at {endpoint} can't be found: {error}", hint="check it, or give --local-addr"
+        ) from error
 
 
 def _stem(target: str) -> str:

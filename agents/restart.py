@@ -2,7 +2,7 @@
 
     opening   the incarnation is being raised, the resume point chosen, the fence written
     running   the workers of this incarnation have been asked for
-    draining  a signal asked them to save at one step, and end
+    draining  they were asked to save at one step and end: because of a signal, or to go on with other nodes
     stopping  one has failed, or the job is to end; waiting until the last one has exited
     judging   all have exited; what they left behind is being read, to find the cause
     done      the exit code is known
@@ -20,7 +20,7 @@ from enum import Enum
 
 __all__ = [
     "TABLE", "Action", "Begin", "Budget", "Committed", "DrainTimedOut", "Event", "Evicted", "FirstStep", "Judged",
-    "Judgement", "OpenFailed", "Opened", "Phase", "RunOpened", "State", "StopRequested",
+    "Judgement", "OpenFailed", "Opened", "Phase", "Regroup", "RunOpened", "State", "StopRequested",
     "WorkerDrained", "WorkerFailed", "WorkerFinished", "WorkersHung", "WorkersUp", "step",
 ]  # fmt: skip
 
@@ -54,7 +54,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """All that a decision depends on. `num_workers` is of this node; `exited` counts those of this incarnation."""
+    """All that a decision depends on. `num_workers` is of all nodes; `exited` counts those of this incarnation."""
 
     budget: Budget
     num_workers: int
@@ -65,6 +65,7 @@ class State:
     exited: int = 0
     drained: int = 0  # how many of them had saved and ended as they were asked to
     signum: int = 0  # what asked for the drain
+    regroup: bool = False  # they end to be started again, with other nodes
     failed: bool = False  # a worker failed, and not because the job was being stopped
     has_run: bool = False  # the workers use a run, so steps can be committed
     committed_step: int = -1  # newest that was ever reported
@@ -84,9 +85,10 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """The incarnation is raised and, if there is a run, fenced."""
+    """The incarnation is raised and, if there is a run, fenced. It is for so many workers."""
 
     incarnation: int
+    num_workers: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +135,11 @@ class WorkerDrained:
     """A worker has saved its last step, which is committed, and ended because it was asked to."""
 
     rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regroup:
+    """There are nodes to take in or to let go: the workers shall end at a step, and others go on from there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +191,7 @@ Event = (
     | WorkerFailed
     | WorkersHung
     | WorkerDrained
+    | Regroup
     | DrainTimedOut
     | FirstStep
     | Committed
@@ -235,8 +243,10 @@ def _opened(state: State, event: Event) -> Judgement:
         state,
         phase=Phase.RUNNING,
         incarnation=event.incarnation,
+        num_workers=event.num_workers,
         exited=0,
         drained=0,
+        regroup=False,
         failed=False,
         progressed=False,
         stepped=False,
@@ -287,7 +297,10 @@ def _drained(state: State, event: Event) -> Judgement:
 
 
 def _failed_in_drain(state: State, event: Event) -> Judgement:
-    """It isn't started again: somebody wants the job to end."""
+    """It isn't started again if somebody wants the job to end."""
+    if state.regroup:
+        new, actions = _exited(replace(state, failed=True))
+        return (replace(new, phase=Phase.STOPPING), (Action.STOP,)) if new.phase is Phase.DRAINING else (new, actions)
     new, actions = _exited(replace(state, failed=True, exit_code=_SIGNAL_EXIT + state.signum))
     if new.phase is Phase.DRAINING:
         return replace(new, phase=Phase.STOPPING), (Action.STOP,)
@@ -300,6 +313,8 @@ def _exited(state: State) -> Judgement:
         return state, ()
     if state.failed:
         return replace(state, phase=Phase.JUDGING), (Action.JUDGE,)
+    if state.regroup and state.exit_code is None and (state.drained or state.phase is Phase.STOPPING):
+        return replace(state, phase=Phase.OPENING), (Action.OPEN,)
     code = 0 if state.phase in (Phase.RUNNING, Phase.DRAINING) else state.exit_code
     if state.drained:
         code = state.budget.drained_exit
@@ -351,13 +366,24 @@ def _stop(state: State, event: Event) -> Judgement:
     return replace(state, phase=Phase.STOPPING, exit_code=_SIGNAL_EXIT + event.signum), (Action.FORWARD,)
 
 
+def _regroup(state: State, event: Event) -> Judgement:
+    """Only workers that can save are worth being stopped for it."""
+    if not state.has_run:
+        return state, ()
+    return replace(state, phase=Phase.DRAINING, regroup=True), (Action.DRAIN,)
+
+
 def _stop_draining(state: State, event: Event) -> Judgement:
-    """Somebody is impatient: the workers get the signal itself now."""
+    """Somebody is impatient: the workers get the signal itself now. Those that are to be regrouped just don't go on."""
     assert isinstance(event, StopRequested)
+    if state.regroup:
+        return replace(state, regroup=False, signum=event.signum), ()
     return replace(state, phase=Phase.STOPPING, exit_code=_SIGNAL_EXIT + event.signum), (Action.FORWARD,)
 
 
 def _drain_timed_out(state: State, event: Event) -> Judgement:
+    if state.regroup:
+        return replace(state, phase=Phase.STOPPING), (Action.STOP,)
     return replace(state, phase=Phase.STOPPING, exit_code=_SIGNAL_EXIT + state.signum), (Action.FORWARD,)
 
 
@@ -398,6 +424,7 @@ TABLE: Mapping[tuple[Phase, type], Handler] = {
     (Phase.OPENING, RunOpened): _run_opened_late,
     (Phase.OPENING, Committed): _committed,
     (Phase.OPENING, StopRequested): _stop_later,
+    (Phase.OPENING, Regroup): _ignore,
     (Phase.OPENING, Evicted): _evicted_later,
     (Phase.RUNNING, RunOpened): _run_opened,
     (Phase.RUNNING, WorkersUp): _ignore,
@@ -407,6 +434,7 @@ TABLE: Mapping[tuple[Phase, type], Handler] = {
     (Phase.RUNNING, FirstStep): _first_step,
     (Phase.RUNNING, Committed): _committed,
     (Phase.RUNNING, StopRequested): _stop,
+    (Phase.RUNNING, Regroup): _regroup,
     (Phase.RUNNING, Evicted): _evicted,
     (Phase.DRAINING, RunOpened): _run_opened,
     (Phase.DRAINING, WorkersUp): _ignore,
@@ -417,6 +445,7 @@ TABLE: Mapping[tuple[Phase, type], Handler] = {
     (Phase.DRAINING, Committed): _committed,
     (Phase.DRAINING, StopRequested): _stop_draining,
     (Phase.DRAINING, DrainTimedOut): _drain_timed_out,
+    (Phase.DRAINING, Regroup): _ignore,
     (Phase.DRAINING, Evicted): _evicted,
     (Phase.STOPPING, RunOpened): _run_opened,
     (Phase.STOPPING, WorkersUp): _ignore,
@@ -426,15 +455,18 @@ TABLE: Mapping[tuple[Phase, type], Handler] = {
     (Phase.STOPPING, FirstStep): _ignore,
     (Phase.STOPPING, Committed): _committed,
     (Phase.STOPPING, StopRequested): _stop_again,
+    (Phase.STOPPING, Regroup): _ignore,
     (Phase.STOPPING, Evicted): _evicted_later,
     (Phase.JUDGING, RunOpened): _run_opened_late,
     (Phase.JUDGING, Judged): _judged,
     (Phase.JUDGING, Committed): _committed,
     (Phase.JUDGING, StopRequested): _stop_later,
+    (Phase.JUDGING, Regroup): _ignore,
     (Phase.JUDGING, Evicted): _evicted_later,
     (Phase.DONE, Committed): _ignore,
     (Phase.DONE, RunOpened): _ignore,
     (Phase.DONE, StopRequested): _ignore,
+    (Phase.DONE, Regroup): _ignore,
     (Phase.DONE, Evicted): _ignore,
 }
 

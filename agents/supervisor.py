@@ -1,111 +1,96 @@
-"""The supervisor of one node: one thread, one selector. Events in, the pure core decides, actions out.
+"""The supervisor of a job: events in, the pure core decides, actions out.
 
-Everything slow (storage, etcd) is done by one helper thread, whose results come back through the mailbox; so do the
-notices of the lease keeper. The main thread only waits in the selector, and is the one that all child processes hang
-on by their death signal.
+It runs on one node and has all nodes do what is decided: its own, and others through `hub.py`. Everything slow, such as
+storage and etcd, is done by one helper thread, whose results come back through the loop; so do the lease's notices.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import selectors
-import shutil
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ckptrt import env
-from ckptrt.agents import restart, watchdog
-from ckptrt.agents.agentsocket import AgentServer
-from ckptrt.agents.console import Console
+from ckptrt.agents import restart
 from ckptrt.agents.draining import Draining
-from ckptrt.agents.exits import describe_exit
-from ckptrt.agents.hang import HangWatch
+from ckptrt.agents.exits import hand_on_error_file
+from ckptrt.agents.fleet import Fleet
 from ckptrt.agents.herald import Herald
-from ckptrt.agents.job import Job, WorkerStore, worker_env
+from ckptrt.agents.hub import Hub
+from ckptrt.agents.job import Job, Order, WorkerStore
 from ckptrt.agents.joblink import JobLink, LinkNotice
+from ckptrt.agents.jobnote import JobNote
 from ckptrt.agents.ledger import Opening, RunLedger, memory_snapshots
-from ckptrt.agents.logs import SetLogs, open_set_logs
-from ckptrt.agents.mailbox import Mailbox
-from ckptrt.agents.persister_keeper import PersisterKeeper
+from ckptrt.agents.lookout import Lookout
+from ckptrt.agents.loop import Loop
+from ckptrt.agents.node import Account, Node, NodeControl
+from ckptrt.agents.notebook import Notebook
 from ckptrt.agents.report import Recovery
 from ckptrt.agents.restart import Action, Budget, Event, Phase, State
 from ckptrt.agents.rundesk import RunDesk
-from ckptrt.agents.verdict import Verdict, judge
-from ckptrt.agents.workdir import make_workdir
-from ckptrt.agents.workers import (
-    ColdWorkers,
-    WorkerEvent,
-    WorkerExited,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerStarted,
-    WorkersUnavailable,
-)
-from ckptrt.agents.zygote_workers import ZygoteWorkers
-from ckptrt.errors import Error, UsageError
+from ckptrt.agents.verdict import Exit, Verdict, judge
+from ckptrt.agents.watchdog import Look
+from ckptrt.agents.world import Place, Wait, World
+from ckptrt.errors import CoordError, Error, UsageError
 from ckptrt.storage.tiered import RunPlace
 from ckptrt.wire import Message
 
 __all__ = ["Supervisor"]
 
-_PERSISTER_PATIENCE_S = 60.0
-_TAIL_LINES = 20
+_KILLED = -9
 
 
 class Supervisor:
-    """Runs one job on one node to its end. To be made and run on the main thread."""
+    """Runs one job to its end. node: the one here, which is a part of the fleet too, as `name`.
 
-    def __init__(self, job: Job, group: WorkerGroup, console: Console, *, link: JobLink | None = None) -> None:
+    hub: the way to the others, if there may be any. taken_over: what the last leader has noted, if there was one.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        loop: Loop,
+        node: Node,
+        name: str,
+        link: JobLink,
+        herald: Herald,
+        *,
+        hub: Hub | None = None,
+        taken_over: JobNote | None = None,
+    ) -> None:
         self.job = job
-        self._group = group
-        self._console = console
-        self._mailbox = Mailbox()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._mailbox, selectors.EVENT_READ, self._read_mailbox)
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="ckptrt-io")
-        self._link = link or JobLink(job.run, endpoints=job.etcd_endpoints, notify=self._post_notice)
-        self._ledger = RunLedger(self._link.raise_incarnation)
+        self.fleet = Fleet(job.rules, taken_over.world() if taken_over else None)
+        self.fleet.add(name, job.num_workers, node)
+        self.notebook = Notebook(link, taken_over, loop.submit if hub else None)
+        self._name = name
+        self._hub = hub
+        self._loop = loop
+        self._node = node
+        self._link = link
+        self._herald = herald
+        self._ledger = RunLedger(link.raise_incarnation, job=self.notebook.note.id if hub else "")
         self._desk = RunDesk(self._ledger, self)
         self._store = WorkerStore(job.store_host, job.master_port)
-        self._dir = make_workdir()
-        self._server = AgentServer(self.socket_path, self, self._selector)
-        directory = job.logs.directory
-        self._herald = Herald(console, directory)
-        self._persister = PersisterKeeper(
-            os.path.join(self._dir, "persister.sock"),
-            environ=dict(job.environ),
-            say=console.say,
-            log_path=os.path.join(directory, "persister.log") if directory else None,
-        )
         budget = Budget(
             max_restarts=job.max_restarts, max_no_progress=job.max_no_progress, drained_exit=job.drained_exit
         )
-        self._state = State(budget=budget, num_workers=job.num_workers)
-        self._watched: set[int] = set()
-        self._linked = False
+        self._state = self.notebook.note.state(budget)
+        self._wait: Wait | None = None  # for more nodes, before a world can be made
         # of the current set of workers
         self._opening: Opening | None = None
-        self._set_logs = SetLogs(directory=None)
-        self._specs: list[WorkerSpec] = []
         self._started_at_s = 0.0
         self._up: dict[int, int] = {}  # rank -> pid
-        self._exits: list[WorkerExited] = []
-        self._recovery = Recovery(failed_at_s=0.0, seen_at_s=0.0, num_workers=job.num_workers)
+        self._exits: list[Exit] = []
+        self._recovery = Recovery(failed_at_s=0.0, seen_at_s=0.0)
         self._last_step: int | None = None
         self._verdict: Verdict | None = None
         self._last_signal = 0
+        self._told_to_go = False
         self._draining: Draining | None = None
-        self._hang = HangWatch(job.hang_timeout_s)
-        self._hung: tuple[watchdog.Look, str] | None = None  # who keeps the others, and by what it is told
-
-    @property
-    def socket_path(self) -> str:
-        return os.path.join(self._dir, "agent.sock")
+        self._lookout = Lookout(self.fleet.look)
+        self._hung: tuple[Look, str] | None = None  # who keeps the others, and by what it is told
 
     @property
     def state(self) -> State:
@@ -113,89 +98,60 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise until the job has ended; returns the exit code."""
-        self._take_signals()
-        try:
-            self._dispatch(restart.Begin())
-            while self._state.phase is not Phase.DONE:
-                self._turn()
-        finally:
-            self._clean_up()
+        self._node.boss = self
+        self._loop.on_signal = self._signalled
+        if self._hub:
+            self._hub.lead(self, self.notebook.note.id)
+        # Whoever takes over a job that was running does so because its leader was lost, and the workers with it.
+        begin = self._state.phase is Phase.NEW
+        self._dispatch(restart.Begin() if begin else restart.Judged(error=""))
+        while self._state.phase is not Phase.DONE:
+            self._node.watch()
+            self._loop.turn((self._node.wake_in_s(), self._wake_in_s()))
+            self._node.turn()
+            self._check_clocks()
         return self._state.exit_code or 0
 
-    # --- the loop
+    # --- the clock
 
-    def _turn(self) -> None:
-        self._watch_group()
-        phase = self._state.phase
-        drain_s = self._draining.wake_in_s() if self._draining and phase is Phase.DRAINING else None
-        hang_s = self._hang.wake_in_s() if phase is Phase.RUNNING else None
-        waits = [self._group.wake_in_s(), self._persister.wake_in_s(), drain_s, hang_s]
-        for key, _mask in self._selector.select(min((wait for wait in waits if wait is not None), default=None)):
-            key.data()
-        self._persister.check()
-        self._check_clocks()
-        self._poll_group()
+    def _wake_in_s(self) -> float | None:
+        waits_s = [
+            None if self._wait is None else max(0.0, self._wait.until_s - time.monotonic()),
+            self._draining.wake_in_s() if self._draining and self._state.phase is Phase.DRAINING else None,
+            self._lookout.wake_in_s(),
+            self._hub.wake_in_s() if self._hub else None,
+        ]
+        return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     def _check_clocks(self) -> None:
-        phase = self._state.phase
-        if self._draining and phase is Phase.DRAINING and self._draining.check():
+        if self._wait is not None and time.monotonic() >= self._wait.until_s:
+            self.reconsider()
+        if self._draining and self._state.phase is Phase.DRAINING and self._draining.check():
             self._herald.say("warn", f"the workers have not drained within {self.job.drain_s:g} s: stopping them")
             self._dispatch(restart.DrainTimedOut())
-        if phase is Phase.RUNNING and (looks := self._hang.check(self._alive(), self.stacks_file)) is not None:
-            self._hung = watchdog.odd_one(looks)
-            self._herald.hang(looks, *self._hung)
-            seen_at_s = time.monotonic()
-            began_at_s = seen_at_s - self._hung[0].silent_s
-            self._recovery = Recovery(failed_at_s=began_at_s, seen_at_s=seen_at_s, num_workers=self.job.num_workers)
-            self._dispatch(restart.WorkersHung())
+        if (found := self._lookout.found()) is not None and self._state.phase is Phase.RUNNING:
+            self._hung_up(*found)
+        if self._hub:
+            self._hub.check()
 
-    def _watch_group(self) -> None:
-        wanted = set(self._group.filenos())
-        for fd in self._watched - wanted:
-            self._selector.unregister(fd)
-        for fd in wanted - self._watched:
-            self._selector.register(fd, selectors.EVENT_READ, lambda: None)
-        self._watched = wanted
-
-    def _poll_group(self) -> None:
-        for event in self._group.poll():
-            self._take_worker_event(event)
-        if isinstance(self._group, ZygoteWorkers):
-            problems, self._group.problems = self._group.problems, []
-            for problem in problems:
-                self._herald.say("warn", problem)
-
-    def _take_signals(self) -> None:
-        for signum in {*self.job.signals, *self.job.drain_signals}:
-            # nohup's choice is kept; every other signal of the list is ours, as with torchrun.
-            if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
-                continue
-            signal.signal(signum, lambda *_: None)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._mailbox.wake_fd(), warn_on_full_buffer=False)
-
-    def _read_mailbox(self) -> None:
-        signums, calls = self._mailbox.take()
-        if signal.SIGCHLD in signums and self._linked:
+    def _signalled(self, signum: int) -> None:
+        if signum == signal.SIGCHLD:
             self.submit(self._link.check)
-        for signum in signums:
-            if signum in self.job.signals or signum in self.job.drain_signals:
-                self._stop_requested(signum)
-        for call in calls:
-            call()
+        elif signum in self.job.signals or signum in self.job.drain_signals:
+            first, self._told_to_go = not self._told_to_go, True
+            if self._hub and first:
+                self.leaving(self._name, signum)
+            else:
+                self.stop_requested(signum)
 
     def submit(self, call: Callable[..., None], *args: Any) -> None:
-        """Have the helper thread do it; an error that it didn't expect is raised here, and ends the job."""
-        self._helper.submit(call, *args).add_done_callback(self._helped)
+        self._loop.submit(call, *args)
 
     def post(self, call: Callable[[], None]) -> None:
-        self._mailbox.post(call)
+        self._loop.post(call)
 
-    def _helped(self, future: Future[None]) -> None:
-        if future.exception() is not None:
-            self._mailbox.post(future.result)
-
-    def _stop_requested(self, signum: int) -> None:
+    def stop_requested(self, signum: int) -> None:
+        """The job is to end: a signal came here, or on another node when there are too few without it."""
         state, drain = self._state, signum in self.job.drain_signals
         # A notice such as SIGUSR1 is not meant for workers that can drain: if they don't, they are stopped by SIGTERM.
         stop = signal.SIGTERM if drain and (state.has_run or state.stepped) else signum
@@ -209,10 +165,35 @@ class Supervisor:
         self._herald.say("signal", f"{signal.Signals(signum).name}: {doing}")
         self._herald.event("signal", signal=signal.Signals(signum).name)
 
-    def _post_notice(self, notice: LinkNotice) -> None:
-        self._mailbox.post(partial(self._take_notice, notice))
+    def leaving(self, node: str, signum: int) -> None:
+        """One node was told to go. The others go on without it if they can; all that end do so at a saved step."""
+        state = self._state
+        others_can = self.fleet.leave(node)
+        if state.phase is Phase.DRAINING and not state.regroup:
+            return  # all end already: whoever ends a job tells all of its nodes
+        if not others_can or state.phase not in (Phase.RUNNING, Phase.DRAINING) or not state.has_run:
+            self.stop_requested(signum)
+            return
+        self._herald.say("node", f"{node} is to go: the others save a step with it, and go on without it")
+        self._herald.event("node_leaving", node=node, signal=signal.Signals(signum).name)
+        self._dispatch(restart.Regroup())
 
-    def _take_notice(self, notice: LinkNotice) -> None:
+    def joined(self, node: str, slots: int, control: NodeControl) -> None:
+        """A node has come; it has nothing to do yet."""
+        self.fleet.add(node, slots, control)
+        self._herald.say("node", f"{node} is here with {slots} rank{'s' * (slots != 1)}: {len(self.fleet)} nodes")
+        self._herald.event("node_joined", node=node, slots=slots)
+        self.reconsider()
+
+    def _grow(self) -> None:
+        """Take in nodes that have come, once what the workers have done so far is worth more than the pause."""
+        old_enough = time.monotonic() >= self._started_at_s + self.job.grow_after_s
+        if self._hub and self._state.phase is Phase.RUNNING and old_enough and self.fleet.can_grow():
+            self._herald.say("node", "there are more nodes: the workers save a step, and go on with them")
+            self._dispatch(restart.Regroup())
+
+    def noticed(self, notice: LinkNotice) -> None:
+        """The tie to etcd has changed."""
         self._herald.say("warn", notice.text)
         self._herald.event("etcd", kind=notice.kind, text=notice.text)
         if notice.kind == "evicted":
@@ -227,19 +208,19 @@ class Supervisor:
 
     def _do(self, action: Action) -> None:
         if action is Action.OPEN:
-            self.submit(self._open)
+            self._gather()
         elif action is Action.START:
             self._start()
         elif action is Action.STOP:
-            self._group.stop(self.job.grace_s)
+            self.fleet.stop(self.job.grace_s)
         elif action is Action.FORWARD:
             # The time for a last checkpoint is given once.
-            self._group.stop(self.job.grace_s if self._draining else self.job.drain_s, self._last_signal)
+            self.fleet.stop(self.job.grace_s if self._draining else self.job.drain_s, self._last_signal)
         elif action is Action.DRAIN:
-            reached = self._last_step or 0
-            self._draining = Draining(self.job.num_workers, reached, self.job.drain_s, self._server.broadcast)
+            reached, num_workers = self._last_step or 0, self._state.num_workers
+            self._draining = Draining(num_workers, reached, self.job.drain_s, self.fleet.drain)
         elif action is Action.KILL:
-            self._group.stop(0.0)
+            self.fleet.stop(0.0)
         elif action is Action.JUDGE:
             self._judge()
         elif action is Action.RESTART:
@@ -249,41 +230,87 @@ class Supervisor:
 
     # --- opening an incarnation (on the helper thread, up to the posts)
 
-    def _open(self) -> None:
+    def _gather(self) -> None:
+        """Choose the nodes of the next set, and open its incarnation; or wait for more of them."""
+        self._part_with_leavers()
+        if self._state.phase is Phase.DONE:
+            return
+        chosen = self.fleet.choose()
+        if isinstance(chosen, World):
+            self._wait = None
+            self.submit(self._open, chosen)
+        elif chosen.over:
+            self._wait = None
+            failure = CoordError(
+                f"{chosen.why}, and the time to wait for more is over",
+                safe="all that was committed",
+                hint="start the other nodes, or allow fewer with --nnodes MIN:MAX; --rdzv-conf join_timeout=SECONDS",
+            )
+            self._open_failed(failure)
+        else:
+            if self._wait is None or self._wait.why != chosen.why:
+                self._herald.say("wait", chosen.why)
+            self._wait = chosen
+
+    def _part_with_leavers(self) -> None:
+        for node in self.fleet.left():
+            if node == self._name:
+                self.notebook.update(self._state, self.fleet.world, handed_over=True)
+                self._dispatch(restart.OpenFailed(exit_code=self.job.drained_exit))
+                return
+            assert self._hub is not None
+            self._hub.end(node, self.job.drained_exit)
+            self.fleet.remove(node)
+
+    def reconsider(self) -> None:
+        """Nodes have come or gone, or time has passed, while more of them were waited for."""
+        if self._wait is None:
+            return
+        if self._state.exit_code is not None:  # it was told to end meanwhile
+            self._wait = None
+            self._dispatch(restart.OpenFailed(exit_code=self._state.exit_code))
+        else:
+            self._gather()
+
+    def _open(self, world: World) -> None:
         try:
-            if not self._linked:
-                self._link.open()
-                self._linked = True
-                if self.job.url:
-                    self._ledger.open_run(RunPlace.of(self.job.url, self.job.local_dir))
-            opening = self.advance(self.job.num_workers)
+            self._link.open()
+            note = self.notebook.note
+            if url := note.url or self.job.url:
+                self._ledger.open_run(RunPlace.of(url, note.local_dir if note.url else self.job.local_dir))
+            opening = self.advance(world.size)
         except Error as error:
-            self._mailbox.post(partial(self._open_failed, error))
+            self.post(partial(self._open_failed, error))
         except Exception as error:  # noqa: BLE001 - a bug here must end the job with words, not hang it
             failure = Error(f"the incarnation can't be opened: {error!r}")
-            self._mailbox.post(partial(self._open_failed, failure))
+            self.post(partial(self._open_failed, failure))
         else:
-            self._mailbox.post(partial(self._opened, opening))
+            self.post(partial(self._opened, opening, world))
 
     def advance(self, world_size: int) -> Opening:
-        fds = [fd for _rank, fd in self._server.arenas.holdings()]
+        fds = [fd for _rank, fd in self._node.server.arenas.holdings()]
         # What the user said of resuming is about the start of the job; a restart goes on from where the job was.
-        policy = self.job.resume if self._desk.answer is None else "auto"
+        policy = self.job.resume if self._desk.answer is None and not self.notebook.note.started else "auto"
         return self._ledger.advance(memory=lambda: memory_snapshots(fds), policy=policy, world_size=world_size)
 
     def _open_failed(self, error: Error) -> None:
         self._herald.error(error)
         self._dispatch(restart.OpenFailed(exit_code=error.exit_code))
 
-    def _opened(self, opening: Opening) -> None:
+    def _opened(self, opening: Opening, world: World) -> None:
         if self._link.note:
             self._herald.say("warn", self._link.note)
             self._link.note = ""
+        if any(place.node not in self.fleet for place in world.places):
+            self._gather()  # one was lost meanwhile; the number is lost, and nothing else
+            return
         self._note_opening(opening)
         now_s = time.monotonic()
-        self._recovery.decide_s, self._recovery.fence_s = opening.decide_s, opening.fence_s
-        self._recovery.fenced_at_s = now_s
-        self._dispatch(restart.Opened(incarnation=opening.incarnation))
+        recovery = self._recovery
+        recovery.decide_s, recovery.fence_s, recovery.fenced_at_s = opening.decide_s, opening.fence_s, now_s
+        recovery.num_workers = world.size
+        self._dispatch(restart.Opened(incarnation=opening.incarnation, num_workers=world.size))
+        self._note_job(started=True)
 
     def _note_opening(self, opening: Opening) -> None:
         self._opening = opening
@@ -302,149 +329,135 @@ class Supervisor:
     # --- the workers
 
     def _start(self) -> None:
-        assert self._opening is not None
-        job = self.job
         self._started_at_s = time.monotonic()
         self._draining = self._hung = None
-        self._hang.begin_set()
+        self._lookout.forget()
         self._up.clear()
         self._exits.clear()
-        self._set_logs = SetLogs(directory=None)
         self._desk.begin_set()
-        self._server.begin_set()
-        if self._ledger.url:
-            self._persister.ensure()
         try:
             port = self._store.renew()
         except UsageError as error:
             self._herald.error(error)
-            self._refused(error.what)
+            for rank in range(self._state.num_workers):  # none could be started: as if all had failed at once
+                self.exited(Exit(rank=rank, pid=0, code=127, at_s=time.monotonic(), note=error.what))
             return
-        self._set_logs = logs = open_set_logs(job.logs, self._opening.incarnation, job.num_workers)
-        ours = {env.AGENT_SOCKET: self.socket_path, env.LAUNCHED_AT: repr(time.monotonic())}
-        if self._ledger.url:
-            ours |= {
-                env.DIR: self._ledger.url,
-                env.LOCAL_DIR: self._ledger.local_dir,
-                env.INCARNATION: str(self._opening.incarnation),
-                env.RESUME: self._opening.resume_text,
-            }
-        self._specs = [self._spec(rank, port, ours, logs) for rank in range(job.num_workers)]
-        self._console.follow(logs.follows)
-        self._group.start(self._specs)
-        self._poll_group()
+        self.fleet.start(partial(self._order, port))
 
-    def _spec(self, rank: int, port: int, ours: dict[str, str], logs: SetLogs) -> WorkerSpec:
-        job = self.job
-        environ = worker_env(
-            job, rank, port=port, restarts=self._state.restarts, error_file=logs.error_file(rank), ours=ours
-        )
-        return WorkerSpec(
-            rank=rank,
-            command=job.program.command(rank),
-            request=job.program.request(rank, environ, job.cwd),
-            streams=(0, *logs.streams[rank]),
+    def _order(self, port: int, place: Place, number: int) -> Order:
+        assert self._opening is not None and self.fleet.world is not None
+        return Order(
+            incarnation=self._opening.incarnation,
+            restarts=self._state.restarts,
+            resume=self._opening.resume_text,
+            url=self._ledger.url,
+            local_dir=self._ledger.local_dir,
+            first_rank=place.first_rank,
+            num_local=place.num_local,
+            world_size=self.fleet.world.size,
+            store_host=self.job.store_host,
+            store_port=port,
+            node_rank=number,
+            num_nodes=len(self.fleet.world.places),
         )
 
-    def _take_worker_event(self, event: WorkerEvent) -> None:
-        if isinstance(event, WorkerStarted):
-            self._up[event.rank] = event.pid
-            if len(self._up) == self.job.num_workers:
-                self._all_up()
-        elif isinstance(event, WorkerExited):
-            self._worker_exited(event)
-        else:
-            self._unavailable(event)
-
-    def _all_up(self) -> None:
-        self._set_logs.close_streams()
+    def started(self, rank: int, pid: int) -> None:
+        self._up[rank] = pid
+        if len(self._up) < self._state.num_workers:
+            return
         self._recovery.started_at_s = time.monotonic()
         self._herald.event(
             "started",
             incarnation=self._state.incarnation,
             restarts=self._state.restarts,
             pids=[self._up[rank] for rank in sorted(self._up)],
-            logs=self._set_logs.directory,
+            logs=self._node.logs.directory,
         )
         self._dispatch(restart.WorkersUp())
         if self._state.restarts and not self._state.has_run:
             # These workers have never reported a step, so this is all that will be known.
             self._herald.recovery(self._recovery, self._state.incarnation)
 
-    def _alive(self) -> dict[int, int]:
-        """The pids of those who haven't exited, by rank: another's pid may be somebody else's by now."""
-        gone = {exited.rank for exited in self._exits}
-        return {rank: pid for rank, pid in self._up.items() if rank not in gone}
-
-    def _worker_exited(self, exited: WorkerExited) -> None:
-        self._exits.append(exited)
-        self._hang.phase(exited.rank, "ended", exited.at_s, None)
-        if exited.code == 0:
-            self._dispatch(restart.WorkerFinished(rank=exited.rank))
+    def exited(self, ended: Exit) -> None:
+        self._exits.append(ended)
+        if ended.code == 0:
+            self._dispatch(restart.WorkerFinished(rank=ended.rank))
             return
-        if self._draining and exited.code == restart.EXIT_DRAINED:
-            self._dispatch(restart.WorkerDrained(rank=exited.rank))
+        if self._draining and ended.code == restart.EXIT_DRAINED:
+            self._dispatch(restart.WorkerDrained(rank=ended.rank))
             return
         if self._state.phase in (Phase.RUNNING, Phase.DRAINING):
-            self._recovery = Recovery(
-                failed_at_s=exited.at_s, seen_at_s=time.monotonic(), num_workers=self.job.num_workers
-            )
-        self._dispatch(restart.WorkerFailed(rank=exited.rank))
+            self._recovery = Recovery(failed_at_s=ended.at_s, seen_at_s=time.monotonic())
+        self._dispatch(restart.WorkerFailed(rank=ended.rank))
 
-    def _unavailable(self, event: WorkersUnavailable) -> None:
-        if isinstance(self._group, ColdWorkers):
-            self._refused(event.why)
-            return
-        self._herald.say("warn", f"no warm start: {event.why}; workers are started cold, which takes seconds longer")
-        self._group.close()
-        self._group = ColdWorkers()
-        self._group.start(self._specs)
-        self._poll_group()
+    def lost(self, node: str, why: str) -> None:
+        """A node is gone, and its workers are no longer ours, whether they still run or not."""
+        ranks = self.fleet.remove(node)
+        self._herald.say("node", f"{node} is lost: {why}")
+        self._herald.event("node_lost", node=node, why=why, ranks=list(ranks))
+        if self._state.phase in (Phase.RUNNING, Phase.DRAINING, Phase.STOPPING):
+            ended = {exited.rank for exited in self._exits}
+            for rank in ranks:
+                if rank not in ended:
+                    note = f"its node {node} is lost: {why}"
+                    pid = self._up.get(rank, 0)
+                    self.exited(Exit(rank=rank, pid=pid, code=_KILLED, at_s=time.monotonic(), note=note))
+        self.reconsider()
 
-    def _refused(self, why: str) -> None:
-        """No worker could be started: as if all had failed at once."""
-        for rank in range(self.job.num_workers):
-            now_s = time.monotonic()
-            self._worker_exited(WorkerExited(rank=rank, pid=0, code=127, at_s=now_s, note=why))
+    def _note_job(self, **changes: Any) -> None:
+        place = {"url": self._ledger.url, "local_dir": self._ledger.local_dir}
+        self.notebook.update(self._state, self.fleet.world, **place, **changes)
 
     # --- after a failure
 
+    def looked(self, looks: list[Look]) -> None:
+        """One node's workers have been silent for too long, or it was asked what they do because another's have."""
+        if self._state.phase is Phase.RUNNING:
+            self._lookout.take(looks)
+
+    def _hung_up(self, looks: list[Look], odd: tuple[Look, str]) -> None:
+        self._hung = odd
+        self._herald.hang(looks, *odd)
+        seen_at_s = time.monotonic()
+        self._recovery = Recovery(failed_at_s=seen_at_s - odd[0].silent_s, seen_at_s=seen_at_s)
+        self._dispatch(restart.WorkersHung())
+
     def _judge(self) -> None:
-        self._recovery.stopped_at_s = time.monotonic()
-        self._set_logs.close_streams()
-        self._console.unfollow()
-        self._verdict = verdict = judge(
-            [describe_exit(exited, self._set_logs, self._recovery.seen_at_s, self._hung) for exited in self._exits]
-        )
-        self._recovery.failed_at_s = min(verdict.cause.began_at_s, self._recovery.seen_at_s)
+        recovery = self._recovery
+        recovery.stopped_at_s = time.monotonic()
+        self._verdict = verdict = judge([self._seen(ended) for ended in self._exits])
         cause = verdict.cause
-        seen = cause.rank in self._set_logs.shown
-        tail = [] if seen else self._set_logs.tail(cause.rank, _TAIL_LINES)
-        log = self._set_logs.files.get(cause.rank, ("", ""))[1]
-        self._herald.failure(verdict, incarnation=self._state.incarnation, step=self._last_step, tail=tail, log=log)
-        lived_s = self._recovery.seen_at_s - self._started_at_s
+        recovery.failed_at_s = min(cause.began_at_s, recovery.seen_at_s)
+        account = self.fleet.account(cause.rank) if cause.pid else Account()  # that of the last set would mislead
+        self._herald.failure(
+            verdict, incarnation=self._state.incarnation, step=self._last_step, tail=account.tail, log=account.log
+        )
+        self.fleet.blame(cause.rank)
+        lived_s = recovery.seen_at_s - self._started_at_s
         self._dispatch(restart.Judged(error=verdict.fingerprint, lived_s=lived_s))
 
-    # --- what the workers ask for (agentsocket.Desk)
+    def _seen(self, ended: Exit) -> Exit:
+        """How it is to be judged: a worker that hung is the cause however it ended, and that was our doing."""
+        if self._hung is None or ended.rank != self._hung[0].rank:
+            return ended
+        look, why = self._hung
+        note = f"hung for {look.silent_s:.1f} s: {why}"
+        began_at_s = self._recovery.seen_at_s - look.silent_s
+        code = ended.code or _KILLED
+        return replace(ended, code=code, at_s=began_at_s, note=note, by_us=False, error="", error_at_s=None)
+
+    # --- what the workers ask for (node.Boss)
 
     def open_run(self, place: RunPlace, world_size: int, answer: Callable[[Message], None]) -> None:
         self._desk.open_run(place, world_size, answer)
 
     def run_opened(self, opening: Opening) -> None:
         self._note_opening(opening)
-        self._persister.ensure()
         self._dispatch(restart.RunOpened(incarnation=opening.incarnation))
 
     def run_refused(self, error: Error) -> None:
         self._herald.error(error)
         self._dispatch(restart.RunOpened(exit_code=error.exit_code))
-
-    def persister_path(self) -> str:
-        self._persister.ensure()
-        return self._persister.path
-
-    def stacks_file(self, rank: int) -> str:
-        return self._set_logs.stacks_file(rank)
 
     def drain_replied(self, rank: int, step: int, target: int, taken: bool) -> None:
         if self._draining:
@@ -457,7 +470,6 @@ class Supervisor:
     def phase(self, rank: int, name: str, at_s: float, step: int | None) -> None:
         if self._state.phase not in (Phase.RUNNING, Phase.DRAINING):
             return
-        self._hang.phase(rank, name, at_s, step)
         if step is not None:
             self._last_step = step if self._last_step is None else max(self._last_step, step)
         if self._recovery.phase(rank, name, at_s):
@@ -468,29 +480,15 @@ class Supervisor:
     def committed(self, step: int) -> None:
         self._last_step = step if self._last_step is None else max(self._last_step, step)
         self._dispatch(restart.Committed(step=step))
+        self._note_job()
+        self._grow()
 
     # --- the end
 
-    def _clean_up(self) -> None:
-        signal.set_wakeup_fd(-1)
-        self._group.close()
-        self._set_logs.close_streams()
-        self._console.unfollow()
-        self._server.close()
-        self._persister.close(_PERSISTER_PATIENCE_S)
-        self._helper.shutdown(wait=True)
-        self._link.close()
+    def close(self) -> None:
+        """Let go of the run and say how it ended; after all workers and the persister have."""
         self._ledger.close()
         self._store.close()
-        self._copy_error_file()
+        if self._verdict is not None and self._state.exit_code:
+            hand_on_error_file(self.fleet.account(self._verdict.cause.rank).error_file)
         self._herald.done(self._state, self._draining.step if self._draining else None)
-        self._selector.close()
-        self._mailbox.close()
-        shutil.rmtree(self._dir, ignore_errors=True)
-
-    def _copy_error_file(self) -> None:
-        """Hand the cause's error file on to whoever launched us, as torchrun does."""
-        target = env.error_file()
-        if target and self._verdict is not None and self._state.exit_code:
-            with contextlib.suppress(OSError):
-                shutil.copyfile(self._set_logs.error_file(self._verdict.cause.rank), target)

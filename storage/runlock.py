@@ -62,8 +62,11 @@ class RunHold:
         self.release()
 
 
-def hold_run(url: str, clock: Clock | None = None) -> RunHold:
+def hold_run(url: str, clock: Clock | None = None, *, job: str = "") -> RunHold:
     """Take the run for this process, or raise BusyError that names who has it.
+
+    job: an id that several processes may have. One of them that holds the run is no hindrance (it led the job, and
+    sleeps): the fences keep it from publishing anything more. Nothing is locked then.
 
     Only a local directory is locked; it is made if it isn't there. On an object store the hold does nothing: there,
     and on file systems without locks, the fences protect the run. A second job then isn't kept out at its start, but
@@ -82,13 +85,16 @@ def hold_run(url: str, clock: Clock | None = None) -> RunHold:
             owner = _read_owner(fd)
             os.close(fd)
             if error.errno in (errno.EACCES, errno.EAGAIN):
+                if job and owner.get("job") == job:
+                    _log.warning("event=former_leader_holds run=%s pid=%s host=%s", url, owner["pid"], owner["host"])
+                    return RunHold(url)
                 raise _busy(url, owner, "another job") from None
             if error.errno in _NO_LOCKS:
                 _log.warning("no locks on this file system, so a second job isn't kept out at its start: run=%s", url)
                 return RunHold(url)
             raise AccessError(f"can't lock {path}: {error.strerror}", safe="nothing was changed") from error
         os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(_about_me(clock)).encode() + b"\n", 0)
+        os.pwrite(fd, json.dumps({**_about_me(clock), "job": job}).encode() + b"\n", 0)
         _held.add(_identity(os.fstat(fd)))
     return RunHold(url, fd)
 

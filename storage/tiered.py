@@ -173,9 +173,12 @@ def open_place(place: RunPlace) -> Catalog:
     return catalog
 
 
-def hold_place(place: RunPlace) -> ExitStack:
-    """Take the run for this process, wherever it is kept, until the stack is closed. BusyError names who has it."""
+def hold_place(place: RunPlace, job: str = "") -> ExitStack:
+    """Take the run for this process, wherever it is kept, until the stack is closed. BusyError names who has it.
+
+    job: see `hold_run`.
+    """
     with ExitStack() as holds:
         for url in filter(None, (place.url, place.local_dir)):
-            holds.enter_context(hold_run(url))
+            holds.enter_context(hold_run(url, job=job))
         return holds.pop_all()

@@ -146,7 +146,7 @@ def test_phases_of_an_older_set_are_history_but_its_commits_count(served: Served
     old = served.client(0)
     old.send({"op": "phase", "name": "group", "at_s": 1.0, "step": 4})
     served.turn()
-    served.server.begin_set()
+    served.server.begin_set(range(2))
     old.send({"op": "phase", "name": "first_step", "at_s": 2.0, "step": 5})
     old.send({"op": "committed", "step": 5})
     new = served.client(0)

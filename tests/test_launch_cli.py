@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckptrt.agents import options
-from ckptrt.agents.job import Job, worker_env
+from ckptrt.agents.job import Job, Order, worker_env
 from ckptrt.agents.launch import _guess_workers
 from ckptrt.agents.logs import LogOptions, open_set_logs
 from ckptrt.errors import UsageError
@@ -141,10 +141,20 @@ def test_workers_are_told_what_torchrun_tells_them(
     assert job.num_workers == len(theirs["envs"])
     logs = open_set_logs(job.logs, 1, job.num_workers)
     logs.close_streams()
+    order = Order(
+        incarnation=1,
+        restarts=0,
+        resume="fresh",
+        url="",
+        local_dir="",
+        first_rank=0,
+        num_local=job.num_workers,
+        world_size=job.num_workers,
+        store_host=job.store_host,
+        store_port=job.master_port or 1,
+    )
     for rank in range(job.num_workers):
-        environ = worker_env(
-            job, rank, port=job.master_port or 1, restarts=0, error_file=logs.error_file(rank), ours={}
-        )
+        environ = worker_env(job, order, rank, error_file=logs.error_file(rank), ours={})
         wanted = theirs["envs"][str(rank)]
         for variable in (*SAME, *case.also_same):
             assert environ.get(variable) == wanted.get(variable), variable

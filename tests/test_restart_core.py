@@ -16,11 +16,11 @@ from ckptrt.agents.verdict import Exit, judge
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 
 
-def _event(step: Step) -> Event:
+def _event(step: Step, workers: int) -> Event:
     number = {key: int(value) for key, value in step.options.items() if value.isdigit()}
     events: dict[str, Event] = {
         "begin": restart.Begin(),
-        "opened": restart.Opened(incarnation=number.get("incarnation", 0)),
+        "opened": restart.Opened(incarnation=number.get("incarnation", 0), num_workers=number.get("workers", workers)),
         "open-failed": restart.OpenFailed(exit_code=number.get("code", 0)),
         "run-opened": restart.RunOpened(incarnation=number.get("incarnation", 0), exit_code=number.get("code", 0)),
         "up": restart.WorkersUp(),
@@ -32,6 +32,7 @@ def _event(step: Step) -> Event:
         "committed": restart.Committed(step=number.get("step", 0)),
         "judged": restart.Judged(error=step.options.get("error", ""), lived_s=float(step.options.get("lived", 0))),
         "stop": restart.StopRequested(signum=number.get("signum", 0), drain="drain" in step.options),
+        "regroup": restart.Regroup(),
         "evicted": restart.Evicted(),
     }
     return events[step.command]
@@ -48,7 +49,7 @@ def test_decisions() -> None:
             budget = Budget(max_restarts=int(options["max-restarts"]), max_no_progress=int(options["max-no-progress"]))
             state = State(budget=budget, num_workers=int(options["workers"]))
         else:
-            state, actions = restart.step(state, _event(step))
+            state, actions = restart.step(state, _event(step, state.num_workers))
         told = f"{state.phase.value} restarts={state.restarts} no-progress={state.no_progress}"
         if state.exit_code is not None:
             told += f" exit={state.exit_code}"

@@ -369,7 +369,7 @@ def test_wrong_usage_starts_nothing(tmp_path: Path) -> None:
     assert "failure" not in launch.err
 
 
-def test_more_than_one_node_is_torch_s_own_business(tmp_path: Path) -> None:
+def test_more_than_one_node_without_etcd_is_torch_s_own_business(tmp_path: Path) -> None:
     script = "import os\nprint(os.environ['TORCHELASTIC_USE_AGENT_STORE'], os.environ['CKPTRT_DIR'], flush=True)\n"
     launch = Launch(
         tmp_path,
@@ -379,4 +379,4 @@ def test_more_than_one_node_is_torch_s_own_business(tmp_path: Path) -> None:
     )  # fmt: skip
     assert launch.wait() == 0, launch.err
     assert launch.out.split() == ["False", "/some/run"]
-    assert "--nnodes=1:2 is more than one node: torch's own elastic agent runs this job" in launch.err
+    assert "names no etcd for them: torch's own elastic agent runs this job" in launch.err
