@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo kill-matrix crash syscalls flips histories fuzz lint format docs changelog clean tools
+.PHONY: help test demo kill-matrix crash syscalls zombies flips histories fuzz lint format docs changelog clean tools
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make kill-matrix     kill ranks in every phase of a save, a hundred times: some minutes"
 	@echo "make crash           every crash state, every failing call, planted bugs: some minutes"
 	@echo "make syscalls        every fourth system call of real processes fails: some minutes"
+	@echo "make zombies         processes that sleep through a take-over, stopped before each of their calls: minutes"
 	@echo "make fuzz            ten minutes of hostile records and manifests"
 	@echo "make histories       a hundred thousand histories of restarts and zombies against a naive twin"
 	@echo "make flips           ten thousand flipped bits, each of which must be reported"
@@ -50,6 +51,9 @@ crash: $(STAMP)
 
 syscalls: $(STAMP) tools
 	@$(BIN)/python tests/syscalls.py $(SYSCALLS_ARGS)
+
+zombies: $(STAMP)
+	@$(BIN)/python tests/zombies.py $(ZOMBIES_ARGS)
 
 histories: $(STAMP)
 	@$(BIN)/python tests/histories.py $(HISTORIES_ARGS)

@@ -36,9 +36,9 @@ def commit(
     """Make the checkpoint of `step` exist; all shard files that the receipts name must be durable already.
 
     data: the folder's name below data/. receipts: rank -> sealed receipt, of all ranks. May be repeated after an
-    error: what is there already and equal is taken for done. Raises FencedError if a newer incarnation owns the
-    run, CorruptError if the receipts don't belong together and MismatchError if their tensors don't (nothing is
-    written then), StorageError otherwise.
+    error: what is there already and equal is taken for done. Raises FencedError if a newer incarnation owns the run and
+    doesn't go on from this checkpoint, CorruptError if the receipts don't belong together and MismatchError if their
+    tensors don't (nothing is written then), StorageError otherwise.
     """
     commit_id = CommitId(step, incarnation)
     _check_fence(catalog, incarnation)
@@ -64,6 +64,7 @@ def commit(
     _check_borrowed(tier, head, record)
     _create_manifest(tier, f"{DATA}{data}/{MANIFEST}", manifest)
     record = _create_commit(tier, commit_id, record)
+    _check_counts(catalog, commit_id)
     return CommitInfo(id=commit_id, state="committed", record=record)
 
 
@@ -95,6 +96,17 @@ def _check_fence(catalog: Catalog, incarnation: int) -> None:
             safe="all checkpoints committed before",
             hint="a fence is written before an incarnation starts; find out who removed it",
         )
+
+
+def _check_counts(catalog: Catalog, commit_id: CommitId) -> None:
+    """Whether the commit counts, now that it is there.
+
+    Between the look at the fences and the commit, this process may have slept through a take-over. Who takes over looks
+    at the commits again once the fence is written, so either it has seen this one, or we see its fence now.
+    """
+    newest = catalog.newest_incarnation()
+    if newest > commit_id.incarnation and commit_id not in catalog.path().commits:
+        raise catalog.fenced_error(commit_id.incarnation, newest)
 
 
 def _check_receipts(commit_id: CommitId, receipts: Mapping[int, bytes]) -> dict[int, ReceiptRecord]:

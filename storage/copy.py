@@ -84,6 +84,7 @@ def copy(
     if not plan.commits and not plan.fences:
         return
     _copy_run(source, target)
+    check = _OwnWay(source, Catalog(target))
     done = _trusted(target)
     for commit in plan.commits:
         checkpoint = source.open_checkpoint(commit)
@@ -92,8 +93,10 @@ def copy(
         new = [shard for shard in shards.values() if done.get(shard.name) != shard.size_bytes]
         _copy_files(source.tier, target, new, progress, num_parallel)
         done.update((shard.name, shard.size_bytes) for shard in shards.values())
-        _copy_records(checkpoint, target)
+        _copy_records(checkpoint, target, check)
+    check()
     _copy_fences(source, target, plan.fences)
+    check()  # a job that has begun before the last fence was there doesn't go on from what was copied
 
 
 def _trusted(target: Tier) -> dict[str, int]:
@@ -148,6 +151,26 @@ def _check_fences(source: Catalog, target: Catalog) -> Collection[int]:
     return numbers
 
 
+class _OwnWay:
+    """Raises MismatchError if the target has gone its own way. Cheap to call again while nothing happens there.
+
+    This process may sleep anywhere, and a job may start in the target meanwhile, as of a run that is empty yet.
+    """
+
+    def __init__(self, source: Catalog, target: Catalog) -> None:
+        self._source = source
+        self._target = target
+        _check_run(source, target)  # the run's record never changes once it is there
+        self._fences: set[int] | None = None
+        self()
+
+    def __call__(self) -> None:
+        fences = set(self._target.fence_numbers())
+        if fences != self._fences:
+            _check_fences(self._source, self._target)
+            self._fences = fences
+
+
 def _copy_run(source: Catalog, target: Tier) -> None:
     if RUN in target.read_many([RUN]):
         return
@@ -165,8 +188,12 @@ def _copy_fences(source: Catalog, target: Tier, incarnations: Iterable[int]) -> 
         _create(target, name, record)
 
 
-def _copy_records(checkpoint: Checkpoint, target: Tier) -> None:
-    """Receipts, the manifest, and, once everything else is durable, the commit."""
+def _copy_records(checkpoint: Checkpoint, target: Tier, check: Callable[[], None]) -> None:
+    """Receipts, the manifest, and, once everything else is durable, the commit.
+
+    check: raises if the target has gone its own way. What it says before the commit may be over a moment later. So it
+    is asked once more, and the commit taken back: a job that starts after that has chosen an incarnation above it.
+    """
     for rank in range(checkpoint.record.world_size):
         _create(target, checkpoint.folder + receipt_name(rank), checkpoint.receipt_bytes(rank))
     manifest = checkpoint.tier.read(checkpoint.manifest_name)
@@ -179,7 +206,14 @@ def _copy_records(checkpoint: Checkpoint, target: Tier) -> None:
     for folder in (checkpoint.record.data, *checkpoint.record.references):
         target.settle(f"{DATA}{folder}/")  # a copy that was killed may have left names that aren't durable
     name = commit_name(checkpoint.id)
-    _create(target, name, checkpoint.tier.read(name))
+    record = checkpoint.tier.read(name)
+    check()
+    _create(target, name, record)
+    try:
+        check()
+    except MismatchError:
+        target.delete(name)
+        raise
     target.settle(COMMITS)
 
 

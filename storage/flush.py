@@ -108,10 +108,10 @@ class Flusher:
         """Free the near place of what is flushed, or wanted by nobody. Raises StorageError."""
         with self._changed:
             there, keep = self._there, self._keep
-            under_way = self._under_way
+            under_way, incarnation = self._under_way, self._incarnation
         if there is not None:  # else nothing is known to be flushed
             waiting = due(self.near, there, keep, self._damaged, self._arrived)
-            prune_committed(self.near, _NEAR_KEEP, holding={*waiting, *under_way})
+            prune_committed(self.near, _NEAR_KEEP, {*waiting, *under_way}, incarnation)
 
     def close(self) -> None:
         """Bring what is due, and end. If the far place can't be reached, that is given up after a while and told."""
@@ -208,7 +208,7 @@ class Flusher:
             self._hold()
         self._look()
         if keep is not None:
-            self._prune(lambda: prune_committed(self.far, keep))
+            self._prune(lambda: prune_committed(self.far, keep, incarnation=self._incarnation))
 
     def _prune(self, prune: Callable[[], object]) -> None:
         try:

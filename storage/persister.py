@@ -370,7 +370,7 @@ class Persister:
             if flusher is not None:
                 flusher.prune_near()
             elif attempt.keep is not None:
-                prune_committed(catalog, attempt.keep)
+                prune_committed(catalog, attempt.keep, incarnation=attempt.incarnation)
         except Error as error:
             self._broadcast(key, {"op": "warning", **error.data()})
 

@@ -15,7 +15,17 @@ from dataclasses import dataclass, field, replace
 
 from ckptrt.errors import CorruptError, ExistsError, NotFoundError, StorageError, UsageError
 from ckptrt.storage.catalog import Catalog, CommitInfo
-from ckptrt.storage.layout import COMMITS, DATA, FENCES, PINS, CommitId, commit_name, parse_data_dir
+from ckptrt.storage.layout import (
+    COMMITS,
+    DATA,
+    FENCES,
+    PINS,
+    CommitId,
+    commit_name,
+    parse_commit_name,
+    parse_data_dir,
+    parse_pin_name,
+)
 from ckptrt.storage.lineage import Lineage
 from ckptrt.storage.pins import pinned_ids
 from ckptrt.storage.retention import Candidate, Keep, wanted
@@ -78,6 +88,7 @@ class Removal:
 class PrunePlan:
     """All newest first. `waiting` is dead too, but younger than the grace time: a later prune takes it.
 
+    pins: of checkpoints that are gone, since a power cut took back their unpinning.
     unfinished: what interrupted writes left where all else stays, last touched before `unfinished_before_s`.
     """
 
@@ -87,16 +98,18 @@ class PrunePlan:
     commits: tuple[Removal, ...]
     folders: tuple[Removal, ...]
     waiting: tuple[Removal, ...]
+    pins: tuple[Removal, ...] = ()
     unfinished: tuple[Entry, ...] = ()
     unfinished_before_s: float = 0.0
 
     @property
     def freed_bytes(self) -> int:
-        return sum(f.size_bytes for f in self.folders) + sum(entry.size_bytes for entry in self.unfinished)
+        gone: tuple[Removal | Entry, ...] = (*self.folders, *self.pins, *self.unfinished)
+        return sum(part.size_bytes for part in gone)
 
     @property
     def is_empty(self) -> bool:
-        return not self.commits and not self.folders and not self.unfinished
+        return not (self.commits or self.folders or self.pins or self.unfinished)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,6 +160,7 @@ def plan_prune(
         commits=_newest_first(commits),
         folders=_newest_first(dead),
         waiting=_newest_first(waiting),
+        pins=() if policy.overtaken_only else _newest_first(_idle_pins(catalog, lineage, folders, before_s)),
         unfinished=() if policy.overtaken_only else tuple(_unfinished(catalog, needed, before_s)),
         unfinished_before_s=before_s,
     )
@@ -168,6 +182,8 @@ def execute(catalog: Catalog, plan: PrunePlan) -> PruneResult:
         catalog.tier.settle(COMMITS)
     for folder in plan.folders if not result.errors else ():
         _try(result, folder, catalog.tier.delete_prefix)
+    for idle in plan.pins:
+        _try(result, idle, catalog.tier.delete)
     _sweep(catalog, plan, result)
     return result
 
@@ -212,8 +228,12 @@ def _delete_commits(catalog: Catalog, plan: PrunePlan, result: PruneResult) -> N
 
 
 def _put_back(catalog: Catalog, name: str, record: bytes, result: PruneResult) -> None:
+    commit = parse_commit_name(name)
+    assert commit is not None
     try:
         catalog.tier.create(name, record)
+        if catalog.examine(commit).state != "committed":
+            catalog.tier.delete(name)  # a newer incarnation has pruned it meanwhile, and its data with it
     except ExistsError:
         pass  # it wasn't deleted
     except StorageError as error:
@@ -250,14 +270,20 @@ def wanted_ids(
     return {*last, *wanted(keep, candidates), *pinned_ids(catalog)}
 
 
-def prune_committed(catalog: Catalog, keep: Keep, holding: Iterable[CommitId] = ()) -> PruneResult:
+def prune_committed(
+    catalog: Catalog, keep: Keep, holding: Iterable[CommitId] = (), incarnation: int | None = None
+) -> PruneResult:
     """What a running job does after each commit: keep what is wanted, free the others' space at once.
 
-    holding: commits that stay whatever the rules say. Reads the records of the kept commits only, unless the rules need
-    more. Raises StorageError if something could not be deleted.
+    holding: commits that stay whatever the rules say. incarnation: the job's own. Reads the records of the kept commits
+    only, unless the rules need more. Raises FencedError if a newer one has begun, which may have other rules, and
+    StorageError if something could not be deleted.
     """
     policy = PrunePolicy(keep=keep, removed_grace_s=0.0, holding=frozenset(holding), overtaken_only=True)
-    result = execute(catalog, plan_prune(catalog, policy, time.time()))
+    plan = plan_prune(catalog, policy, time.time())
+    if incarnation is not None and plan.newest_incarnation > incarnation:
+        raise catalog.fenced_error(incarnation, plan.newest_incarnation)
+    result = execute(catalog, plan)
     if result.errors:
         raise result.errors[0]
     return result
@@ -278,6 +304,17 @@ def _unfinished(catalog: Catalog, needed: Collection[str], before_s: float) -> I
     """What interrupted writes left among records and in folders that stay, but not where data are in the making."""
     for prefix in ("", FENCES, COMMITS, PINS, *sorted(needed)):
         yield from catalog.tier.sweep(prefix, before_s, dry_run=True)
+
+
+def _idle_pins(catalog: Catalog, lineage: Lineage, folders: Collection[CommitId], before_s: float) -> Iterator[Removal]:
+    """Pins of checkpoints of which nothing is there, when whoever set one has looked for its commit long ago."""
+    there = {*lineage.commits, *lineage.off_path, *folders}
+    for entry in catalog.tier.list(PINS):
+        commit = parse_pin_name(entry.name)
+        if commit is not None and commit not in there and entry.modified_s < before_s:
+            yield Removal(
+                name=entry.name, id=commit, reason="a pin without its checkpoint", size_bytes=entry.size_bytes
+            )
 
 
 def _try(result: PruneResult, removal: Removal, delete: Callable[[str], None]) -> None:

@@ -39,6 +39,7 @@ class Task:
     first: int = 0
     limit: int = 0
     seed: int = 0
+    thorough: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,10 +51,10 @@ class Result:
     caught_by: str = ""
 
 
-def tasks(limit: int, flips: int, stride: int, seed: int) -> list[Task]:
+def tasks(limit: int, flips: int, stride: int, seed: int, thorough: bool = False) -> list[Task]:
     """All work, the long pieces first."""
     found = [
-        Task(what="calls", name=name, first=offset, limit=stride * _OFFSETS)
+        Task(what="calls", name=name, first=offset, limit=stride * _OFFSETS, thorough=thorough)
         for name in FAULT_SCENARIOS
         for offset in range(0, stride * _OFFSETS, stride)
     ]
@@ -78,7 +79,7 @@ def run_task(task: Task) -> Result:
         result.count, result.findings = explorer.states, explorer.findings
     elif task.what == "calls":
         loop = FaultLoop()
-        loop.run(scenario_named(task.name), FAULTS, stride=task.limit, offset=task.first)
+        loop.run(scenario_named(task.name), FAULTS, stride=task.limit, offset=task.first, thorough=task.thorough)
         result.count, result.findings = loop.calls, loop.findings
     elif task.what == "damage":
         result.count, result.findings = damage_loop(task.limit, task.seed)
@@ -92,16 +93,17 @@ def run_task(task: Task) -> Result:
 
 def report(results: Sequence[Result], say: Callable[[str], object]) -> bool:
     """Say the table line by line; True if all is well."""
-    sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    sums: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for result in results:
         row = sums[result.task.what, result.task.name]
         row[0] += result.count
         row[1] += len(result.findings)
+        row[2] += result.took_s
     for what, title in (("states", "crash states"), ("calls", "failed calls"), ("damage", "damaged files")):
-        say(f"\n{title:34}{'judged':>10}{'violations':>12}")
-        for (kind, name), (count, violations) in sums.items():
+        say(f"\n{title:34}{'judged':>10}{'violations':>12}{'seconds':>10}")
+        for (kind, name), (count, violations, took_s) in sums.items():
             if kind == what:
-                say(f"  {name:32}{count:10,}{violations:12}")
+                say(f"  {name:32}{count:10,.0f}{violations:12.0f}{took_s:10.0f}")
     mutants = [result for result in results if result.task.what == "mutant"]
     say(f"\n{'planted bug':46}caught by")
     for result in mutants:
@@ -127,12 +129,15 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=60, help="crash states at each point of a history")
     parser.add_argument("--flips", type=int, default=300, help="bits changed in each file")
     parser.add_argument("--stride", type=int, default=1, help="fail every n-th call only")
+    parser.add_argument("--thorough", action="store_true", help="every call with every fault, not every place once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--only", default="", help="states, calls, damage or mutant")
     args = parser.parse_args()
     started_s = time.monotonic()
-    work = [t for t in tasks(args.limit, args.flips, args.stride, args.seed) if args.only in ("", t.what)]
+    work = [
+        t for t in tasks(args.limit, args.flips, args.stride, args.seed, args.thorough) if args.only in ("", t.what)
+    ]
     with ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         results = list(pool.map(run_task, work))
     is_well = report(results, _say)

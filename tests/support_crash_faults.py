@@ -10,7 +10,9 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -75,15 +77,24 @@ class FaultLoop:
         stride: int = 1,
         offset: int = 0,
         only: str | None = None,
+        thorough: bool = False,
     ) -> None:
-        """Fail every `stride`-th call (of one kind), from number `offset` + 1, with each fault, once and for good."""
-        names = _calls_of(scenario)
+        """Fail every `stride`-th call (of one kind), from number `offset` + 1, once and for good.
+
+        The first time that the product makes a call from a place in its code, it fails with each fault. When the same
+        place makes it again, it fails with the first fault, with another one in turn, and as its kind can. With
+        `thorough`, every call fails with each fault.
+        """
+        calls = _calls_of(scenario)
+        names = [name for name, _place in calls]
+        again = _times_before(place for _name, place in calls)
         for number in range(1 + offset, len(names) + 1, stride):
             if only is not None and names[number - 1] != only:
                 continue
-            for fault in faults:
+            for fault in faults if thorough else _in_turn(faults, again[number - 1]):
                 for sticky in (False, True):
-                    if fault.only and not sticky and names[number - 1] not in fault.only:
+                    mine = not fault.only or names[number - 1] in fault.only
+                    if not mine and not (sticky and (thorough or not again[number - 1])):
                         continue
                     if len(self.findings) < self.max_findings:
                         self.calls += 1
@@ -137,14 +148,46 @@ class FaultLoop:
                 shutil.rmtree(f"{base}/state")
 
 
-def _calls_of(scenario: Scenario) -> list[str]:
-    """The calls that a scenario makes when nothing fails."""
-    names: list[str] = []
+Place = tuple[tuple[str, int], ...]  # files and lines, from the call outward
+
+
+def _calls_of(scenario: Scenario) -> list[tuple[str, Place]]:
+    """The calls that a scenario makes when nothing fails, and from where in the product."""
+    calls: list[tuple[str, Place]] = []
     with disk() as base:
         fs = WatchedFs(f"{base}/live")
-        fs.on_call = lambda call, at: names.append(call)  # type: ignore[func-returns-value]
+        fs.on_call = lambda call, at: calls.append((call, _place()))  # type: ignore[func-returns-value]
         play(scenario, Job(fs), 0)
-    return names
+    return calls
+
+
+def _place() -> Place:
+    lines: list[tuple[str, int]] = []
+    frame = sys._getframe(1)
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if "/ckptrt/" in frame.f_code.co_filename:
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+    return tuple(lines)
+
+
+def _times_before(places: Iterable[Place]) -> list[int]:
+    """For each of them how often it was there before."""
+    counts: Counter[Place] = Counter()
+    found: list[int] = []
+    for place in places:
+        found.append(counts[place])
+        counts[place] += 1
+    return found
+
+
+def _in_turn(faults: Sequence[Fault], again: int) -> list[Fault]:
+    """The faults for a call that was made `again` times from the same place before."""
+    first, *others = [fault for fault in faults if not fault.only]
+    if not again:
+        return list(faults)
+    turn = others[again % len(others)].name if others else ""
+    return [first, *(fault for fault in faults if fault.only or fault.name in turn)]
 
 
 def _play_and_check(scenario: Scenario, fs: WatchedFs, struck: list[str]) -> list[Error]:

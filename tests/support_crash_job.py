@@ -281,12 +281,14 @@ class Job:
                 receipts[rank] = self.write(commit_id, rank, nonce)
         self.publish(commit_id, receipts, nonce)
 
-    def prune(self, keep_last: int = 1, keeps: tuple[tuple[int, int], ...] = ()) -> bool:
+    def prune(
+        self, keep_last: int = 1, keeps: tuple[tuple[int, int], ...] = (), incarnation: int | None = None
+    ) -> bool:
         """What a running job does after a commit. keeps: what this may not remove."""
 
         def work() -> None:
             self.fs.note("pruning", keeps)
-            result = prune_committed(self.catalog, Keep(last=keep_last))
+            result = prune_committed(self.catalog, Keep(last=keep_last), incarnation=incarnation)
             self.fs.note("pruned", tuple(result.deleted))
 
         return self.attempt(work)

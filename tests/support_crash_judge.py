@@ -27,9 +27,10 @@ from ckptrt.storage.layout import DATA, RUN, CommitId, parse_commit_name
 from ckptrt.storage.pins import pinned_ids, unpin
 from ckptrt.storage.prune import PrunePolicy, execute, plan_prune
 from ckptrt.storage.retention import Keep
+from ckptrt.storage.runlock import LOCK
 from ckptrt.storage.tiers.local import LocalTier
 
-__all__ = ["Ledger", "Violation", "judge", "ledger_of", "walk"]
+__all__ = ["Ledger", "Violation", "check_clean", "judge", "ledger_of", "prune_all", "walk"]
 
 Fences: TypeAlias = Mapping[int, "tuple[int, int] | None"]
 _LONG_AFTER_S = 1e7
@@ -213,7 +214,7 @@ def _check_pins(catalog: Catalog, ledger: Ledger) -> None:
 def _go_on(catalog: Catalog, ledger: Ledger, good: Sequence[CommitId]) -> None:
     """Prune, restart, save and prune again on what the crash left."""
     with _no_error_of("I8", "a prune after the crash"):
-        _prune(catalog, 99)
+        prune_all(catalog, 99)
     for commit in good:
         _check_commit(catalog, commit, ledger)
     with _no_error_of("I7", "the next incarnation"):
@@ -230,29 +231,29 @@ def _go_on(catalog: Catalog, ledger: Ledger, good: Sequence[CommitId]) -> None:
     for commit in (mine, *good[:1]):
         _check_commit(catalog, commit, after)
     with _no_error_of("I8", "a prune after the next save"):
-        _prune(catalog, 1)
+        prune_all(catalog, 1)
     pinned = pinned_ids(catalog) & {*good}
     for commit in (mine, *pinned):
         _check_commit(catalog, commit, after)
     for commit in pinned:  # else none of it would ever go
         unpin(catalog, commit)
-    _prune(catalog, 1)
-    _check_clean(catalog, mine)
+    prune_all(catalog, 1)
+    check_clean(catalog, mine)
 
 
-def _prune(catalog: Catalog, keep_last: int) -> None:
+def prune_all(catalog: Catalog, keep_last: int) -> None:
     policy = PrunePolicy(keep=Keep(last=keep_last), grace_s=0.0, removed_grace_s=0.0)
     result = execute(catalog, plan_prune(catalog, policy, _LONG_AFTER_S * 1e6))
     if result.errors:
         raise result.errors[0]
 
 
-def _check_clean(catalog: Catalog, only: CommitId) -> None:
+def check_clean(catalog: Catalog, only: CommitId) -> None:
     """One checkpoint is kept: nothing else may be there but the run's record and the fences."""
     root = catalog.tier.url.removeprefix("file://")
     folder = f"{DATA}{catalog.read_commit(only).data}/"
     for path in walk(root):
-        known = path == RUN or path.startswith((folder, "fences/i")) or parse_commit_name(path) == only
+        known = path in (RUN, LOCK) or path.startswith((folder, "fences/i")) or parse_commit_name(path) == only
         if not known or "/.tmp-" in f"/{path}":
             raise Violation("I8", f"{path} is left over")
 

@@ -268,7 +268,10 @@ def _failed_commit_is_fine() -> AbstractContextManager[Any]:
 
 
 def _no_fence_check() -> AbstractContextManager[Any]:
-    return patch.object(commit, "_check_fence", lambda *_: None)
+    """Neither before the commit nor after it."""
+    return _both(
+        patch.object(commit, "_check_fence", lambda *_: None), patch.object(commit, "_check_counts", lambda *_: None)
+    )
 
 
 def _no_receipt_check() -> AbstractContextManager[Any]:
@@ -404,8 +407,8 @@ def _copied_names_are_believed() -> AbstractContextManager[Any]:
 def _commit_comes_first() -> AbstractContextManager[Any]:
     """A copy brings the commit's record before the data that it needs."""
 
-    def copy_records(found: Any, target: Any) -> None:
-        records(found, target)
+    def copy_records(found: Any, target: Any, check: Any) -> None:
+        records(found, target, check)
         while waiting:
             files(*waiting.pop())
 

@@ -19,7 +19,7 @@ from ckptrt.storage.layout import CommitId, data_dir, receipt_name
 from ckptrt.storage.records import Owner, Parent
 from ckptrt.storage.tiers.memory import MemoryTier
 
-__all__ = ["SCENARIOS", "Scenario", "scenario_named"]
+__all__ = ["SCENARIOS", "Scenario", "scenario_named", "source_run"]
 
 _POLLS_MAX = 2000
 
@@ -211,7 +211,7 @@ def _pin(job: Job, number: int) -> None:
     job.prune_by_hand(keeps=((30, 1),))
 
 
-def _source(went_on_from: int = 20) -> Catalog:
+def source_run(went_on_from: int = 20) -> Catalog:
     """Another place's run: 10, 20 and, in a second incarnation that borrows from 10, step 30."""
     tier = MemoryTier()
     catalog = Catalog(tier, FakeClock())
@@ -228,7 +228,7 @@ def _source(went_on_from: int = 20) -> Catalog:
 
 def _copy(job: Job, number: int) -> None:
     """`ckptrt cp` of a whole run, and a prune here."""
-    source = _source()
+    source = source_run()
     job.copy_from(source, source.path().commits)
     job.restart()
     job.prune(keeps=((30, 2),))
@@ -236,7 +236,7 @@ def _copy(job: Job, number: int) -> None:
 
 def _flush(job: Job, number: int) -> None:
     """One by one, the newest first, while the run goes on: what is newest here only grows."""
-    source = _source(went_on_from=10)
+    source = source_run(went_on_from=10)
     older = Catalog(source.tier, FakeClock())
     older.fences = lambda: {1: source.fences()[1]}  # type: ignore[method-assign]  # before the run went back
     older.open_run()
@@ -249,14 +249,14 @@ def _flush(job: Job, number: int) -> None:
 
 
 def _killed_copy(job: Job, number: int) -> None:
-    source = _source()
+    source = source_run()
     commits = (CommitId(10, 1), CommitId(30, 2))
     _killed(lambda j: j.copy_from(source, commits), lambda j: j.copy_from(source, commits))(job, number)
 
 
 def _two_copies(job: Job, number: int) -> None:
     """A flusher that was thought dead and its successor bring the same checkpoints."""
-    source = _source()
+    source = source_run()
     commits = source.path().commits
     both = [Job(job.fs) for _ in range(2)]
     _take_turns(job, number, *(lambda at=at: at.copy_from(source, commits) for at in both))  # type: ignore[misc]

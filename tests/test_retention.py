@@ -22,7 +22,7 @@ from ckptrt.storage.catalog import Catalog, open_catalog
 from ckptrt.storage.cli import cli
 from ckptrt.storage.layout import CommitId, commit_name, pin_name
 from ckptrt.storage.pins import pin, pinned_ids, pins, unpin
-from ckptrt.storage.prune import PrunePlan, PrunePolicy, execute, plan_prune
+from ckptrt.storage.prune import PrunePlan, PrunePolicy, execute, plan_prune, prune_committed
 from ckptrt.storage.records import CommitRecord, seal
 from ckptrt.storage.retention import Candidate, Keep, wanted
 from ckptrt.storage.tiers.faulty import Fault, FaultyTier
@@ -167,6 +167,26 @@ def test_a_damaged_pin_still_pins() -> None:
     overwrite(run.tier, pin_name(CommitId(10, 1)), b"{}")
     assert pins(run.catalog) == {CommitId(10, 1): None}
     assert kept(plan(run, Keep())) == [20, 10]
+
+
+def test_a_pin_whose_checkpoint_is_gone_goes_by_hand_once_it_is_old() -> None:
+    """A power cut may take back an unpinning, but not the prune after it."""
+    run = make_run(MemoryTier(), [10, 20])
+    pin(run.catalog, CommitId(10, 1))
+    record = run.tier.read(pin_name(CommitId(10, 1)))
+    unpin(run.catalog, CommitId(10, 1))
+    prune_committed(run.catalog, Keep(last=1))
+    run.tier.create(pin_name(CommitId(10, 1)), record)
+    prune_committed(run.catalog, Keep(last=1))
+    assert pinned_ids(run.catalog) == {CommitId(10, 1)}  # a running job prunes what is its own
+    policy = PrunePolicy(keep=Keep(last=1), grace_s=0.0)
+    assert plan_prune(run.catalog, policy, time.time()).is_empty  # somebody may just be looking for its commit
+    plan = plan_prune(run.catalog, policy, time.time() + 120)
+    assert [(gone.name, gone.reason) for gone in plan.pins] == [
+        (pin_name(CommitId(10, 1)), "a pin without its checkpoint")
+    ]
+    assert execute(run.catalog, plan).deleted == [pin_name(CommitId(10, 1))]
+    assert pinned_ids(run.catalog) == set()
 
 
 def test_what_is_not_there_cannot_be_pinned() -> None:

@@ -472,6 +472,7 @@ class Prune(Document):
     commits: list[Removal]
     folders: list[Removal]
     waiting: list[Removal]  # younger than the grace time
+    pins: list[Removal]  # of checkpoints that are gone
     unfinished: list[Unfinished]
     freed_bytes: int
     deleted: list[str] | None  # null if nothing was tried

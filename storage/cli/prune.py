@@ -122,7 +122,7 @@ def _confirmed(plan: PrunePlan) -> bool:
 
 def _print_result(plan: PrunePlan, result: PruneResult | None, dry_run: bool) -> None:
     if result is not None:
-        total = len(plan.commits) + len(plan.folders) + len(plan.unfinished)
+        total = len(plan.commits) + len(plan.folders) + len(plan.pins) + len(plan.unfinished)
         done = _total(plan) if len(result.deleted) == total else f"{len(result.deleted)} of {total} things"
         click.echo(f"removed    {done}, {_output.size(result.freed_bytes)} freed")
     elif dry_run:
@@ -132,12 +132,13 @@ def _print_result(plan: PrunePlan, result: PruneResult | None, dry_run: bool) ->
 def _total(plan: PrunePlan) -> str:
     commits, folders = len(plan.commits), len(plan.folders)
     unfinished = f" and {_output.count(len(plan.unfinished), 'unfinished file')}" if plan.unfinished else ""
-    return f"{_output.count(commits, 'commit')} and {_output.count(folders, 'data folder')}{unfinished}"
+    pins = f" and {_output.count(len(plan.pins), 'pin')}" if plan.pins else ""
+    return f"{_output.count(commits, 'commit')} and {_output.count(folders, 'data folder')}{pins}{unfinished}"
 
 
 def _print_plan(plan: PrunePlan) -> None:
     rows = [("keep", str(kept.id.step), str(kept.id.incarnation), "", kept.reason) for kept in plan.kept]
-    for word, removals in (("remove", (*plan.commits, *plan.folders)), ("later", plan.waiting)):
+    for word, removals in (("remove", (*plan.commits, *plan.folders, *plan.pins)), ("later", plan.waiting)):
         by_commit: dict[CommitId, list[Removal]] = {}
         for removal in removals:
             by_commit.setdefault(removal.id, []).append(removal)
@@ -164,6 +165,7 @@ def _document(url: str, plan: PrunePlan, result: PruneResult | None) -> _documen
         commits=[_removal(removal) for removal in plan.commits],
         folders=[_removal(removal) for removal in plan.folders],
         waiting=[_removal(removal) for removal in plan.waiting],
+        pins=[_removal(removal) for removal in plan.pins],
         unfinished=[_documents.Unfinished(name=e.name, size_bytes=e.size_bytes) for e in plan.unfinished],
         freed_bytes=plan.freed_bytes if result is None else result.freed_bytes,
         deleted=None if result is None else result.deleted,
