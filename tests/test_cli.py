@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from support_s3 import S3Server, s3_server
 from ckptrt.clock import SystemClock
 from ckptrt.errors import AccessError
 from ckptrt.storage.cli import cli
-from ckptrt.storage.layout import CommitId, commit_name, data_dir
+from ckptrt.storage.layout import CommitId, commit_name, data_dir, pin_name
+from ckptrt.storage.pins import pin
 from ckptrt.storage.records import seal
 from ckptrt.storage.tiers import open_tier
 from ckptrt.storage.tiers.local import LocalTier
@@ -101,6 +103,35 @@ def test_ls_shows_what_is_wrong_with_a_run_beside_the_good_ones(run, path):
     result = ckptrt("ls", path)
     assert "i00000001.json is damaged" in result.stderr
     assert "30" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [
+        ("r00001.safetensors", "B of its shard files are gone"),
+        ("manifest.json.zst", "manifest.json.zst is gone"),
+        ("", "is gone"),
+    ],
+)
+def test_ls_and_show_tell_what_a_look_at_the_folders_tells(tmp_path, lost, reason):
+    """Files that were deleted, and pins."""
+    run = make_run(LocalTier(str(tmp_path)), [10, 20])
+    pin(run.catalog, CommitId(10, 1), "before the new data")
+    (folder,) = tmp_path.glob("data/s000000010.*")
+    found = json.loads(ckptrt("ls", tmp_path, "--json").stdout)
+    assert [commit["state"] for commit in found["checkpoints"]] == ["committed", "committed"]
+    shown = json.loads(ckptrt("show", f"{tmp_path}@10", "--json").stdout)["pin"]
+    assert (shown["reason"], shown["damaged"]) == ("before the new data", False)
+    assert "before the new data" in ckptrt("show", f"{tmp_path}@10").stdout
+    (tmp_path / pin_name(CommitId(10, 1))).write_text("{}")
+    if lost:
+        (folder / lost).unlink()
+    else:
+        shutil.rmtree(folder)
+    found = json.loads(ckptrt("ls", tmp_path, "--json").stdout)
+    assert [commit["state"] for commit in found["checkpoints"]] == ["committed", "damaged"]
+    assert reason in found["checkpoints"][1]["reason"]
+    assert found["problems"] == ["the pin of step 10 is damaged; it still pins"]
 
 
 def test_ls_of_an_empty_run_is_no_error(tmp_path):
@@ -378,6 +409,7 @@ def test_ls_of_a_thousand_checkpoints_is_quick_and_loads_no_torch(tmp_path):
     record = run.catalog.read_commit(CommitId(0, 1))
     for step in range(1, 1000):
         data = data_dir(CommitId(step, 1), "0a").removeprefix("data/").rstrip("/")
+        (tmp_path / "big" / "data" / data).mkdir()
         name = commit_name(CommitId(step, 1))
         (tmp_path / "big" / name).write_bytes(seal(msgspec.structs.replace(record, step=step, data=data)))
     walls: list[float] = []
@@ -412,7 +444,7 @@ def test_every_verb_works_on_an_object_store(s3_server: S3Server):
         return done.stdout
 
     states = {c["step"]: c["state"] for c in json.loads(verb("ls", url, "--json"))["checkpoints"]}
-    assert states == {40: "off-path", 30: "off-path", 20: "committed", 10: "committed"}
+    assert states == {40: "off-path", 30: "off-path", 20: "committed", 10: "damaged"}
     assert "gpt" in verb("ls", f"{s3_server.url}/cli")
     assert "gpt @ step 20" in verb("show", f"{url}@latest")
     assert "it has 4 bytes instead of" in verb("verify", url, status=4)

@@ -116,6 +116,15 @@ class ShowValue(Part):
     problem: str  # why there is no value; empty if there is one
 
 
+class ShowPin(Part):
+    """What keeps a checkpoint from being pruned."""
+
+    reason: str
+    by: str
+    created_at: str
+    damaged: bool  # then nothing else is known; it pins all the same
+
+
 class Show(Document):
     """What one checkpoint holds."""
 
@@ -133,6 +142,7 @@ class Show(Document):
     components: dict[str, ComponentSums]
     objects: dict[str, int]  # name of plain data -> how many ranks have some
     metrics: dict[str, float]
+    pin: ShowPin | None
     values: list[ShowValue]  # plain data, each distinct one once
     tensors: list[ShowTensor] | UnsetType = UNSET  # with --tensors
 

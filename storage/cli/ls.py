@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import click
 
@@ -11,7 +12,8 @@ from ckptrt.storage.catalog import Catalog, CommitId, CommitInfo, Overview
 from ckptrt.storage.cli import _documents, _output
 from ckptrt.storage.cli._settings import Settings, common_options, complete_place, pass_settings
 from ckptrt.storage.layout import RUN
-from ckptrt.storage.pins import pinned_ids
+from ckptrt.storage.pins import pins
+from ckptrt.storage.presence import check_presence
 from ckptrt.storage.tiers import Tier, open_tier
 
 _HEADER = ("STEP", "AGE", "SIZE", "NEW", "WORLD", "INCARNATION", "STATE", "KEEP", "NOTE")
@@ -33,8 +35,8 @@ def command(settings: Settings, path: str | None) -> None:
     """List the checkpoints of a run, newest first, or the runs in a directory.
 
     NEW is what was written for a checkpoint, where it refers to older ones for the rest of its SIZE. STATE is
-    `committed`, `off-path` (a branch that was cut off by a restart), `damaged` or `too-new`. Only records are read;
-    `ckptrt verify` looks at the data.
+    `committed`, `off-path` (a branch that was cut off by a restart), `damaged` or `too-new`. Records are read and files
+    listed; `ckptrt verify` looks at what is in them.
     """
     url = settings.url(path)
     catalog = Catalog(open_tier(url))
@@ -46,11 +48,14 @@ def command(settings: Settings, path: str | None) -> None:
             raise
         _print_runs(url, runs)
         return
-    _print_checkpoints(url, catalog, catalog.overview())
+    overview = catalog.overview()
+    _print_checkpoints(url, catalog, replace(overview, commits=tuple(check_presence(catalog, overview.commits))))
 
 
 def _print_checkpoints(url: str, catalog: Catalog, overview: Overview) -> None:
-    pinned = pinned_ids(catalog)
+    pinned = pins(catalog)
+    bad_pins = [f"the pin of step {commit.step} is damaged; it still pins" for commit, pin in pinned.items() if not pin]
+    overview = replace(overview, problems=(*overview.problems, *bad_pins))
     document = _documents.Ls(
         url=url,
         run_id=catalog.run.run_id if catalog.run else None,

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Sequence
 from itertools import starmap
+from typing import Literal
 
 import click
 
@@ -14,12 +15,15 @@ from ckptrt.storage.catalog import Catalog, Checkpoint, CommitId, open_catalog
 from ckptrt.storage.cli import _documents, _output
 from ckptrt.storage.cli._settings import Settings, Target, common_options, complete_place, pass_settings
 from ckptrt.storage.contents import Contents, Tensor, TensorId, id_order, no_gc
+from ckptrt.storage.pins import pins
 from ckptrt.storage.plain import PlainData, PlainValue
+from ckptrt.storage.records import PinRecord
 
 __all__ = ["choose", "command"]
 
 _LISTED_MAX = 50
 _VALUE_MAX = 200
+_NOT_PINNED: Literal["no"] = "no"
 
 _EXAMPLES = """\b
 Examples:
@@ -46,13 +50,14 @@ def command(ctx: click.Context, settings: Settings, target: str | None, tensors:
     where = settings.target(target)
     catalog = open_catalog(where.url)
     checkpoint = catalog.open_checkpoint(choose(catalog, where))
+    held = pins(catalog).get(checkpoint.id, _NOT_PINNED)
     plain = PlainData()
     contents = Contents(plain.watch(checkpoint.outlines()), max_listed=_max_listed(settings, tensors, show_all))
     values = plain.values(catalog.tier)
     lists = {"tensors": starmap(_tensor, contents.tensors.items())} if tensors else {}
     _output.emit(
-        _document(where.url, checkpoint, contents, values),
-        lambda: _print(where.url, checkpoint, contents, values, tensors),
+        _document(where.url, checkpoint, contents, values, _pin(held)),
+        lambda: _print(where.url, checkpoint, contents, values, _pin(held), tensors),
         (id_order(name)[0] for name in contents.tensors) if tensors else [checkpoint.id.step],
         lists,
     )
@@ -82,7 +87,12 @@ def choose(catalog: Catalog, where: Target) -> CommitId:
 
 
 def _print(
-    url: str, checkpoint: Checkpoint, contents: Contents, values: Sequence[PlainValue], list_tensors: bool
+    url: str,
+    checkpoint: Checkpoint,
+    contents: Contents,
+    values: Sequence[PlainValue],
+    pin: _documents.ShowPin | None,
+    list_tensors: bool,
 ) -> None:
     record = checkpoint.record
     name = url.rstrip("/").rpartition("/")[2]
@@ -101,6 +111,11 @@ def _print(
         label = ""
     if record.metrics:
         _line("metrics", ", ".join(f"{name} {value:.6g}" for name, value in record.metrics.items()))
+    if pin is not None:
+        _line(
+            "pinned",
+            "its pin is damaged, and still pins" if pin.damaged else f"{pin.by}, {pin.created_at}  {pin.reason}",
+        )
     if record.references:
         _line("needs", ", ".join(record.references))
     _line("made by", record.made_by)
@@ -157,7 +172,22 @@ def _ranges(ranks: tuple[int, ...]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _document(url: str, checkpoint: Checkpoint, contents: Contents, values: Sequence[PlainValue]) -> _documents.Show:
+def _pin(held: PinRecord | Literal["no"] | None) -> _documents.ShowPin | None:
+    if held == "no":
+        return None
+    if held is None:
+        return _documents.ShowPin(reason="", by="", created_at="", damaged=True)
+    by = f"{held.owner.user} on {held.owner.host}"
+    return _documents.ShowPin(reason=held.reason, by=by, created_at=held.created_at, damaged=False)
+
+
+def _document(
+    url: str,
+    checkpoint: Checkpoint,
+    contents: Contents,
+    values: Sequence[PlainValue],
+    pin: _documents.ShowPin | None,
+) -> _documents.Show:
     record = checkpoint.record
     return _documents.Show(
         url=url,
@@ -177,6 +207,7 @@ def _document(url: str, checkpoint: Checkpoint, contents: Contents, values: Sequ
         },
         objects=contents.objects,
         metrics=record.metrics,
+        pin=pin,
         values=[
             _documents.ShowValue(key=value.key, ranks=value.ranks, value=value.value, problem=value.problem)
             for value in values
