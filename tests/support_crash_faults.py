@@ -82,8 +82,8 @@ class FaultLoop:
         """Fail every `stride`-th call (of one kind), from number `offset` + 1, once and for good.
 
         The first time that the product makes a call from a place in its code, it fails with each fault. When the same
-        place makes it again, it fails with the first fault, with another one in turn, and as its kind can. With
-        `thorough`, every call fails with each fault.
+        place makes it again, it fails with the first fault, with another one in turn, and as its kind can; from the
+        fourth time on, with one in turn. With `thorough`, every call fails with each fault.
         """
         calls = _calls_of(scenario)
         names = [name for name, _place in calls]
@@ -91,14 +91,10 @@ class FaultLoop:
         for number in range(1 + offset, len(names) + 1, stride):
             if only is not None and names[number - 1] != only:
                 continue
-            for fault in faults if thorough else _in_turn(faults, again[number - 1]):
-                for sticky in (False, True):
-                    mine = not fault.only or names[number - 1] in fault.only
-                    if not mine and not (sticky and (thorough or not again[number - 1])):
-                        continue
-                    if len(self.findings) < self.max_findings:
-                        self.calls += 1
-                        self._fail(scenario, fault, number, sticky)
+            for fault, sticky in _strikes(faults, names[number - 1], 0 if thorough else again[number - 1]):
+                if len(self.findings) < self.max_findings:
+                    self.calls += 1
+                    self._fail(scenario, fault, number, sticky)
 
     def _fail(self, scenario: Scenario, fault: Fault, number: int, sticky: bool) -> None:
         after = f"{fault.name} at call {number}{' and from then on' * sticky}"
@@ -181,13 +177,17 @@ def _times_before(places: Iterable[Place]) -> list[int]:
     return found
 
 
-def _in_turn(faults: Sequence[Fault], again: int) -> list[Fault]:
-    """The faults for a call that was made `again` times from the same place before."""
-    first, *others = [fault for fault in faults if not fault.only]
+def _strikes(faults: Sequence[Fault], call: str, again: int) -> list[tuple[Fault, bool]]:
+    """With what a call fails that was made `again` times from the same place before, and whether from then on."""
+    fitting = [fault for fault in faults if not fault.only or call in fault.only]
     if not again:
-        return list(faults)
-    turn = others[again % len(others)].name if others else ""
-    return [first, *(fault for fault in faults if fault.only or fault.name in turn)]
+        return [(fault, sticky) for fault in faults for sticky in (False, True) if sticky or fault in fitting]
+    first = fitting[0]
+    other = fitting[again % len(fitting)]
+    if again >= 3:
+        return [(other, again % 2 == 0)]
+    chosen = [first, other, *(fault for fault in fitting if fault.only)]
+    return [(fault, sticky) for fault in dict.fromkeys(chosen) for sticky in (False, True)]
 
 
 def _play_and_check(scenario: Scenario, fs: WatchedFs, struck: list[str]) -> list[Error]:
