@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import socket
 import time
 from functools import partial
@@ -24,6 +25,7 @@ from ckptrt.agents.jobnote import JobNote
 from ckptrt.agents.loop import Loop
 from ckptrt.agents.member import Leader, Member, Parted
 from ckptrt.agents.node import Node
+from ckptrt.agents.notices import NoticeWatch
 from ckptrt.agents.supervisor import Supervisor
 from ckptrt.agents.workers import WorkerGroup
 from ckptrt.errors import CoordError
@@ -56,12 +58,17 @@ class Agent:
         self._job_id = ""  # of the job that this agent has taken part in
         self._signum = 0  # that came while nobody led
         self._loop.take_signals([*job.signals, *job.drain_signals])
+        self._notices: NoticeWatch | None = None
+        if job.preempt_watch is not None:
+            self._notices = NoticeWatch(*job.preempt_watch, self._told_to_go, self._warn)
 
     def run(self) -> int:
         """Take part in the job until it has ended; returns the exit code."""
         try:
             return self._run_alone() if self._hub is None else self._run_with_others(self._hub)
         finally:
+            if self._notices is not None:
+                self._notices.close()
             self._node.close()
             self._loop.finish_submitted()
             self._link.close()
@@ -152,6 +159,19 @@ class Agent:
     def _note_signal(self, signum: int) -> None:
         if signum in self._job.signals or signum in self._job.drain_signals:
             self._signum = signum
+
+    def _told_to_go(self, text: str) -> None:
+        """On the thread that asks for notices."""
+        self._loop.post(lambda: self._go(text))
+
+    def _go(self, text: str) -> None:
+        """As if a drain signal had come; but a second one, which stops all at once, this never is."""
+        self._herald.say("signal", text)
+        if not self._loop.signalled & {*self._job.signals, *self._job.drain_signals}:
+            self._loop.on_signal(self._job.drain_signals[0] if self._job.drain_signals else signal.SIGTERM)
+
+    def _warn(self, text: str) -> None:
+        self._loop.post(lambda: self._herald.say("warn", text))
 
     def _notice(self, notice: LinkNotice) -> None:
         """On the lease keeper's thread."""

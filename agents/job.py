@@ -71,9 +71,10 @@ class Job:
     until a worker names it; local_dir: where ranks write first, if not there. master_port: None for a fresh port at
     every start. environ: of the workers, without what differs between them. grace_s, drain_s: from SIGTERM to SIGKILL
     after a failure, and after a signal to us. drain_signals: those that ask for a last checkpoint, for which there is
-    as much time; drained_exit: the exit code after it. hang_timeout_s: how long workers may go without a step, None for
-    a learned time, infinity for ever. rules: how many nodes; node_timeout_s: silence after which one of them is gone;
-    node_name: empty for the host's; grow_after_s: how long workers run before they stop to take in more nodes.
+    as much time; drained_exit: the exit code after it; preempt_watch: the cloud to ask for notices, and where.
+    hang_timeout_s: how long workers may go without a step, None for a learned time, infinity for ever. rules: how many
+    nodes; node_timeout_s: silence after which one of them is gone; node_name: empty for the host's; grow_after_s: how
+    long workers run before they stop to take in more nodes.
     """
 
     run: str
@@ -92,6 +93,7 @@ class Job:
     hang_timeout_s: float | None = None
     drain_signals: tuple[int, ...] = ()
     drained_exit: int = 75
+    preempt_watch: tuple[str, str] | None = None
     url: str = ""
     local_dir: str = ""
     resume: str = "auto"

@@ -19,6 +19,7 @@ class Loop:
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.on_signal: Callable[[int], None] = lambda signum: None
+        self.signalled: set[int] = set()  # the signals that have come
         self._mailbox = Mailbox()
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="ckptrt-io")
         self.selector.register(self._mailbox, selectors.EVENT_READ, self._read_mailbox)
@@ -64,6 +65,7 @@ class Loop:
     def _read_mailbox(self) -> None:
         signums, calls = self._mailbox.take()
         for signum in signums:
+            self.signalled.add(signum)
             self.on_signal(signum)
         for call in calls:
             call()

@@ -26,6 +26,7 @@ from ckptrt import env
 from ckptrt.agents.job import Job, Program
 from ckptrt.agents.line import local_address
 from ckptrt.agents.logs import LogOptions, parse_streams
+from ckptrt.agents.notices import parse_watch
 from ckptrt.agents.workerproc import Kind, can_run_forked
 from ckptrt.agents.world import Rules
 from ckptrt.errors import UsageError
@@ -86,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("grace-timeout", "3", "TIME", "From SIGTERM to SIGKILL for the other workers after a failure."),
         ("drain-timeout", "30", "TIME", "The same after a signal to the launcher. --shutdown-timeout overrides it."),
         ("drain-signals", "SIGTERM,SIGUSR1,SIGUSR2", "SIGNALS", "Those at which the workers save a last step and end."),
+        ("preempt-watch", "none", "CLOUD", "Ask aws, gcp or azure whether the machine is taken back, and drain then."),
         ("preempt-exit-code", "75", "N", "The launcher's exit code after that."),
         ("hang-timeout", "auto", "TIME", "Without a step for so long, restart; auto learns it, from 5m on; off."),
         ("preload", "", "MODULES", "Comma-separated modules to import once, ahead of every start."),
@@ -184,6 +186,7 @@ def _job(args: argparse.Namespace, environ: dict[str, str]) -> Job:
         signals=_signals(args.signals_to_handle),
         hang_timeout_s=_hang_timeout_s(args.ckpt_hang_timeout),
         drain_signals=_signals(args.ckpt_drain_signals, "--ckpt-drain-signals") if args.ckpt_drain_signals else (),
+        preempt_watch=parse_watch(args.ckpt_preempt_watch),
         drained_exit=_exit_code(args.ckpt_preempt_exit_code),
         url=_url(args.ckpt_dir),
         local_dir=os.path.abspath(args.ckpt_local_dir) if args.ckpt_local_dir else "",
