@@ -116,15 +116,6 @@ class ShowValue(Part):
     problem: str  # why there is no value; empty if there is one
 
 
-class ShowPin(Part):
-    """What keeps a checkpoint from being pruned."""
-
-    reason: str
-    by: str
-    created_at: str
-    damaged: bool  # then nothing else is known; it pins all the same
-
-
 class Show(Document):
     """What one checkpoint holds."""
 
@@ -142,7 +133,7 @@ class Show(Document):
     components: dict[str, ComponentSums]
     objects: dict[str, int]  # name of plain data -> how many ranks have some
     metrics: dict[str, float]
-    pin: ShowPin | None
+    pin: dict[str, str] | None  # reason, by and created_at; empty if it is damaged, and pins all the same
     values: list[ShowValue]  # plain data, each distinct one once
     tensors: list[ShowTensor] | UnsetType = UNSET  # with --tensors
 

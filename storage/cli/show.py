@@ -91,7 +91,7 @@ def _print(
     checkpoint: Checkpoint,
     contents: Contents,
     values: Sequence[PlainValue],
-    pin: _documents.ShowPin | None,
+    pin: dict[str, str] | None,
     list_tensors: bool,
 ) -> None:
     record = checkpoint.record
@@ -112,10 +112,8 @@ def _print(
     if record.metrics:
         _line("metrics", ", ".join(f"{name} {value:.6g}" for name, value in record.metrics.items()))
     if pin is not None:
-        _line(
-            "pinned",
-            "its pin is damaged, and still pins" if pin.damaged else f"{pin.by}, {pin.created_at}  {pin.reason}",
-        )
+        by = f"by {pin['by']}, {pin['created_at']}" if pin else "its pin is damaged, and still pins"
+        _line("pinned", f"{by}: {pin['reason']}" if pin.get("reason") else by)
     if record.references:
         _line("needs", ", ".join(record.references))
     _line("made by", record.made_by)
@@ -172,13 +170,11 @@ def _ranges(ranks: tuple[int, ...]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _pin(held: PinRecord | Literal["no"] | None) -> _documents.ShowPin | None:
-    if held == "no":
-        return None
-    if held is None:
-        return _documents.ShowPin(reason="", by="", created_at="", damaged=True)
+def _pin(held: PinRecord | Literal["no"] | None) -> dict[str, str] | None:
+    if held == "no" or held is None:
+        return None if held == "no" else {}
     by = f"{held.owner.user} on {held.owner.host}"
-    return _documents.ShowPin(reason=held.reason, by=by, created_at=held.created_at, damaged=False)
+    return {"reason": held.reason, "by": by, "created_at": held.created_at}
 
 
 def _document(
@@ -186,7 +182,7 @@ def _document(
     checkpoint: Checkpoint,
     contents: Contents,
     values: Sequence[PlainValue],
-    pin: _documents.ShowPin | None,
+    pin: dict[str, str] | None,
 ) -> _documents.Show:
     record = checkpoint.record
     return _documents.Show(
