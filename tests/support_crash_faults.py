@@ -144,7 +144,7 @@ class FaultLoop:
                 shutil.rmtree(f"{base}/state")
 
 
-Place = tuple[tuple[str, int], ...]  # files and lines, from the call outward
+Place = tuple[tuple[str, int], ...]  # files and lines of the product, the innermost six, from the call outward
 
 
 def _calls_of(scenario: Scenario) -> list[tuple[str, Place]]:
@@ -164,7 +164,7 @@ def _place() -> Place:
         frame = caller
         if "/ckptrt/" in frame.f_code.co_filename:
             lines.append((frame.f_code.co_filename, frame.f_lineno))
-    return tuple(lines)
+    return tuple(lines[:6])
 
 
 def _times_before(places: Iterable[Place]) -> list[int]:
