@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo kill-matrix crash syscalls zombies flips histories fuzz lint format docs changelog clean tools
+.PHONY: help test demo kill-matrix chaos crash syscalls zombies flips histories fuzz lint format docs changelog clean tools
 .DELETE_ON_ERROR:
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make lint    style, types, imports     make docs    build the documentation"
 	@echo "make format  rewrite in house style    make clean   remove what was built"
 	@echo "make kill-matrix     kill ranks in every phase of a save, a hundred times: some minutes"
+	@echo "make chaos           a job on three hosts under ten minutes of faults"
 	@echo "make crash           every crash state, every failing call, planted bugs: some minutes"
 	@echo "make syscalls        every fourth system call of real processes fails: some minutes"
 	@echo "make zombies         processes that sleep through a take-over, stopped before each of their calls: minutes"
@@ -45,6 +46,9 @@ demo: $(STAMP)
 
 kill-matrix: $(STAMP) tools
 	@$(BIN)/python tests/kill_matrix.py $(KILL_ARGS)
+
+chaos: $(STAMP) tools
+	@$(BIN)/python tests/chaos.py $(CHAOS_ARGS)
 
 crash: $(STAMP)
 	@$(BIN)/python tests/crash.py $(CRASH_ARGS)

@@ -5,6 +5,7 @@ Test files import the fixtures that they use, and those that these use.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -56,7 +57,16 @@ def process_ended(pid: int, timeout_s: float = 10.0) -> bool:
 class EtcdCluster:
     """Nodes of one etcd cluster, numbered from 0, with fast timers."""
 
-    def __init__(self, binary: str, directory: Path, num_nodes: int, *options: str, scheme: str = "http") -> None:
+    def __init__(
+        self,
+        binary: str,
+        directory: Path,
+        num_nodes: int,
+        *options: str,
+        scheme: str = "http",
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._host = host  # where clients reach it
         self._binary = binary
         self._directory = directory
         self._options = options
@@ -71,7 +81,7 @@ class EtcdCluster:
         return [self.endpoint(node) for node in range(len(self._processes))]
 
     def endpoint(self, node: int) -> str:
-        return f"{self._scheme}://127.0.0.1:{self._ports[2 * node]}"
+        return f"{self._scheme}://{self._host}:{self._ports[2 * node]}"
 
     def data_dir(self, node: int) -> Path:
         return self._directory / f"n{node}"
@@ -111,8 +121,8 @@ class EtcdCluster:
     def healthy(self, node: int) -> bool:
         if self._scheme == "https":
             with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", self._ports[2 * node])) == 0
-        connection = http.client.HTTPConnection("127.0.0.1", self._ports[2 * node], timeout=2.0)
+                return probe.connect_ex((self._host, self._ports[2 * node])) == 0
+        connection = http.client.HTTPConnection(self._host, self._ports[2 * node], timeout=2.0)
         try:
             connection.request("GET", "/health")
             return bool(json.loads(connection.getresponse().read()).get("health") == "true")
@@ -132,6 +142,21 @@ class EtcdCluster:
         self.launch(node)
         self.wait_ready(node)
 
+    def leader(self) -> int:
+        """The node that leads; the first one if none that answers does."""
+        for node, process in enumerate(self._processes):
+            if process is not None and process.poll() is None:
+                with contextlib.suppress(OSError, AssertionError, http.client.HTTPException):
+                    status = self.post("/v3/maintenance/status", {}, node)
+                    if status["leader"] == status["header"]["member_id"]:
+                        return node
+        return 0
+
+    def restart_dead(self) -> None:
+        for node, process in enumerate(self._processes):
+            if process is not None and process.poll() is not None:
+                self.launch(node)
+
     def pause(self, node: int) -> None:
         self._signal(node, signal.SIGSTOP)
 
@@ -150,7 +175,7 @@ class EtcdCluster:
 
     def post(self, path: str, body: dict[str, Any], node: int = 0) -> dict[str, Any]:
         """A request of the test's own, past the client that is tested."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._ports[2 * node], timeout=10.0)
+        connection = http.client.HTTPConnection(self._host, self._ports[2 * node], timeout=10.0)
         try:
             connection.request("POST", path, json.dumps(body))
             answer = connection.getresponse()

@@ -54,10 +54,19 @@ def descendants(pid: int) -> set[int]:
 
 
 class Launch:
-    """One run of `ckptrt-launch` in a folder of its own; `script` is the text of train.py there."""
+    """One run of `ckptrt-launch` in a folder of its own; `script` is the text of train.py there.
+
+    prefix: a command that runs another in its own place, such as `ip netns exec`.
+    """
 
     def __init__(
-        self, folder: Path, args: Sequence[str], *, script: str = "", environ: dict[str, str] | None = None
+        self,
+        folder: Path,
+        args: Sequence[str],
+        *,
+        script: str = "",
+        environ: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +75,7 @@ class Launch:
         base = {k: v for k, v in os.environ.items() if not k.startswith(("CKPTRT_", "PET_", "TORCHELASTIC_"))}
         with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ckptrt.agents.launch", *args],
+                [*prefix, sys.executable, "-m", "ckptrt.agents.launch", *args],
                 cwd=folder,
                 env={**base, **(environ or {})},
                 stdin=subprocess.DEVNULL,

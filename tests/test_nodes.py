@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from chaos import Chaos
 from support_etcd import EtcdCluster, etcd_binary, one_node
 from support_launch import eventually
-from support_nodes import Nodes
+from support_nodes import Nodes, check_history
 
 from ckptrt.agents.hub import Hub
 from ckptrt.agents.loop import Loop
@@ -60,7 +61,7 @@ def test_a_job_outlives_the_loss_of_each_of_its_nodes(
     assert job.leader() != leader
     record_property("seconds to the first step", {"agent killed": lost_s, "leader killed": leader_lost_s})
     assert job.finish(job.living()) == [0, 0]
-    assert_one_history(job)
+    assert check_history(job)
 
 
 @pytest.mark.processes
@@ -72,7 +73,7 @@ def test_a_paused_agent_is_given_up_and_takes_part_again_when_it_wakes(job: Node
         assert took_s(job, lambda victim=victim: job.send(victim, signal.SIGSTOP), 2) < LATEST_S  # type: ignore[misc]
         assert took_s(job, lambda victim=victim: job.send(victim, signal.SIGCONT), 3) < LATEST_S  # type: ignore[misc]
     assert job.finish() == [0, 0, 0]
-    assert_one_history(job)
+    assert check_history(job)
 
 
 @pytest.mark.processes
@@ -92,17 +93,21 @@ def test_who_is_told_to_go_goes_at_a_saved_step_and_the_last_ones_end_the_job(jo
     job.send(last, signal.SIGTERM)
     eventually(lambda: not job.living(), f"the end\n{job.said()}")
     assert job.finish() == [75, 75, 75]
-    assert_one_history(job)
+    assert check_history(job)
 
 
-def assert_one_history(job: Nodes) -> None:
-    """Whatever was done twice came to the same result, and nothing was left out."""
-    losses: dict[int, float] = {}
-    before = 0
-    for step, _world, _at_s, loss, _node in job.rows():
-        assert step <= before + 1, f"step {step} follows {before}"
-        assert losses.setdefault(step, loss) == pytest.approx(loss, rel=1e-4)
-        before = step
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_job_on_three_hosts_outlives_a_few_faults(seed: int, tmp_path: Path, etcd_binary: str) -> None:
+    """A sample of `make chaos`."""
+    chaos = Chaos(tmp_path, seed, nproc=1)
+    try:
+        chaos.run(15.0)
+        assert chaos.finish() == [0, 0, 0]
+        assert check_history(chaos.job)
+    finally:
+        chaos.close()
 
 
 # --- who is let in
