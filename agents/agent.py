@@ -122,7 +122,7 @@ class Agent:
         code = supervisor.run()
         if self._link.deposed:
             self._supervisor = None
-            supervisor.close()
+            supervisor.close(deposed=True)
             hub.retire()
             self._link.retire()
             return None

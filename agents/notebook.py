@@ -24,12 +24,14 @@ class Notebook:
         self.note = note or JobNote(id=uuid.uuid4().hex)
         self._link = link
         self._submit = submit
+        self._is_asked = False  # a write is under way or about to be, and will write what is newest then
 
     def update(self, state: State, world: World | None, **changes: Any) -> None:
         """Note how the job stands."""
         nodes = tuple((place.node, place.num_local) for place in world.places) if world else ()
         self.note = replace(self.note.after(state), nodes=nodes, **changes)
-        if self._submit is not None:
+        if self._submit is not None and not self._is_asked:
+            self._is_asked = True
             self._submit(self._write)
 
     def finish(self, state: State) -> None:
@@ -39,5 +41,6 @@ class Notebook:
         self._write()
 
     def _write(self) -> None:
+        self._is_asked = False
         with contextlib.suppress(CoordError):  # a leader that can't write it can open no incarnation either
             self._link.write_job(asdict(self.note))

@@ -164,19 +164,26 @@ class Supervisor:
             doing = "killing the workers"
         self._herald.say("signal", f"{signal.Signals(signum).name}: {doing}")
         self._herald.event("signal", signal=signal.Signals(signum).name)
+        self.reconsider()
 
     def leaving(self, node: str, signum: int) -> None:
         """One node was told to go. The others go on without it if they can; all that end do so at a saved step."""
-        state = self._state
+        state, world = self._state, self.fleet.world
+        if self._hub and node != self._name and not (world and any(place.node == node for place in world.places)):
+            self._hub.end(node, self.job.drained_exit)  # it has nothing to save
+            self.fleet.remove(node)
+            return
         others_can = self.fleet.leave(node)
+        running = state.phase in (Phase.RUNNING, Phase.DRAINING)
         if state.phase is Phase.DRAINING and not state.regroup:
             return  # all end already: whoever ends a job tells all of its nodes
-        if not others_can or state.phase not in (Phase.RUNNING, Phase.DRAINING) or not state.has_run:
+        if not others_can or state.phase is Phase.NEW or (running and not state.has_run):
             self.stop_requested(signum)
             return
         self._herald.say("node", f"{node} is to go: the others save a step with it, and go on without it")
         self._herald.event("node_leaving", node=node, signal=signal.Signals(signum).name)
-        self._dispatch(restart.Regroup())
+        if running:
+            self._dispatch(restart.Regroup())
 
     def joined(self, node: str, slots: int, control: NodeControl) -> None:
         """A node has come; it has nothing to do yet."""
@@ -301,8 +308,9 @@ class Supervisor:
         if self._link.note:
             self._herald.say("warn", self._link.note)
             self._link.note = ""
-        if any(place.node not in self.fleet for place in world.places):
-            self._gather()  # one was lost meanwhile; the number is lost, and nothing else
+        gone = {place.node for place in world.places if place.node not in self.fleet} | set(self.fleet.left())
+        if gone and self._state.exit_code is None:
+            self._gather()  # one was lost or told to go meanwhile; the number is lost, and nothing else
             return
         self._note_opening(opening)
         now_s = time.monotonic()
@@ -396,12 +404,9 @@ class Supervisor:
         self._herald.say("node", f"{node} is lost: {why}")
         self._herald.event("node_lost", node=node, why=why, ranks=list(ranks))
         if self._state.phase in (Phase.RUNNING, Phase.DRAINING, Phase.STOPPING):
-            ended = {exited.rank for exited in self._exits}
-            for rank in ranks:
-                if rank not in ended:
-                    note = f"its node {node} is lost: {why}"
-                    pid = self._up.get(rank, 0)
-                    self.exited(Exit(rank=rank, pid=pid, code=_KILLED, at_s=time.monotonic(), note=note))
+            note, now_s = f"its node {node} is lost: {why}", time.monotonic()
+            for rank in sorted({*ranks} - {exited.rank for exited in self._exits}):
+                self.exited(Exit(rank=rank, pid=self._up.get(rank, 0), code=_KILLED, at_s=now_s, note=note))
         self.reconsider()
 
     def _note_job(self, **changes: Any) -> None:
@@ -485,10 +490,11 @@ class Supervisor:
 
     # --- the end
 
-    def close(self) -> None:
-        """Let go of the run and say how it ended; after all workers and the persister have."""
+    def close(self, *, deposed: bool = False) -> None:
+        """Let go of the run, after all workers and the persister have, and say how it ended unless it goes on."""
         self._ledger.close()
         self._store.close()
         if self._verdict is not None and self._state.exit_code:
             hand_on_error_file(self.fleet.account(self._verdict.cause.rank).error_file)
-        self._herald.done(self._state, self._draining.step if self._draining else None)
+        if not deposed:
+            self._herald.done(self._state, self._draining.step if self._draining else None)

@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,33 @@ def test_who_is_told_to_go_goes_at_a_saved_step_and_the_last_ones_end_the_job(jo
     eventually(lambda: not job.living(), f"the end\n{job.said()}")
     assert job.finish() == [75, 75, 75]
     assert check_history(job)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_who_waits_for_others_can_be_told_to_go_and_so_can_a_spare(tmp_path: Path, one_node: EtcdCluster) -> None:
+    job = Nodes(tmp_path, one_node.endpoint(0), "2:2", f"--ckpt-node-timeout={TIMEOUT_S}")
+    try:
+        job.start(1)
+        eventually(lambda: "1 of at least 2 nodes are here" in job.said(), job.said())
+        job.send(0, signal.SIGTERM)
+        eventually(lambda: not job.living(), f"the end\n{job.said()}")
+        assert job.launches[0].process.returncode == 143
+        job.start(3)
+        job.stepping(2)
+        began_s = time.time()
+        spare = next(number for number in job.living() if not list(job.launches[number].folder.glob("steps.*")))
+        eventually(lambda: job.said().count(" is here with 1 rank") == 2, job.said())
+        job.send(spare, signal.SIGTERM)
+        eventually(lambda: len(job.living()) == 2, f"the spare to end\n{job.said()}")
+        assert job.launches[spare].process.returncode == 75
+        job.any_step(time.time())
+        pauses = [row[2] for row in job.rows() if row[2] > began_s]
+        assert max(after - before for before, after in pairwise(pauses)) < 5.0  # nobody was restarted for it
+        assert job.events(job.leader())[-1]["event"] != "restart"
+        assert job.finish(job.living()) == [0, 0]
+    finally:
+        job.close()
 
 
 @pytest.mark.processes
