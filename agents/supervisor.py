@@ -33,7 +33,7 @@ from ckptrt.agents.rundesk import RunDesk
 from ckptrt.agents.verdict import Exit, Verdict, judge
 from ckptrt.agents.watchdog import Look
 from ckptrt.agents.world import Place, Wait, World
-from ckptrt.errors import CoordError, Error, UsageError
+from ckptrt.errors import Error, QuorumError, UsageError
 from ckptrt.storage.tiered import RunPlace
 from ckptrt.wire import Message
 
@@ -248,7 +248,7 @@ class Supervisor:
             self.submit(self._open, chosen)
         elif chosen.over:
             self._wait = None
-            failure = CoordError(
+            failure = QuorumError(
                 f"{chosen.why}, and the time to wait for more is over",
                 safe="all that was committed",
                 hint="start the other nodes, or allow fewer with --nnodes MIN:MAX; --rdzv-conf join_timeout=SECONDS",

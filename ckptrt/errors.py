@@ -140,6 +140,13 @@ class CoordError(Error):
     code = "coord"
 
 
+class QuorumError(CoordError):
+    """Too few nodes came in the time that they had."""
+
+    code = "quorum"
+    exit_code = 21
+
+
 class CompactedError(CoordError):
     """`compact_revision` is the oldest revision that a watch may still start from."""
 

@@ -34,6 +34,7 @@ EXIT_CODES = {
     11: "the run is held by another job, or a newer incarnation owns it",
     12: "access denied",
     20: "the restart budget is used up, or restarts made no progress",
+    21: "too few nodes for a job of several came in time",
     75: "drained: the last step is committed, run the same command again",
     130: "stopped by SIGINT",
     141: "who read its output went away, as with `| head`",
