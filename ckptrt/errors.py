@@ -20,7 +20,7 @@ Two questions are answered by class alone: may I retry (`TransientError`), and i
     └── CoordError             the coordination store (etcd) failed
         ├── CompactedError     a watch asked for a revision that is gone; list again
         ├── LeaseGoneError     the lease named has ended; nothing was written under it
-        ├── QuorumError          too few nodes came in the time that they had
+        ├── QuorumError        too few nodes came in the time that they had
         └── UnknownOutcomeError  a write got no answer and may have been applied; read again
 """
 
@@ -32,7 +32,8 @@ from typing import ClassVar
 __all__ = [
     "AccessError", "BusyError", "CompactedError", "CoordError", "CorruptError", "Error", "ExistsError",
     "FencedError", "LeaseGoneError", "MismatchError", "NoCheckpointError", "NoSpaceError", "NotFoundError",
-    "PersistError", "QuorumError", "StorageError", "TransientError", "UnknownOutcomeError", "UsageError", "VersionError",
+    "PersistError", "QuorumError", "StorageError", "TransientError", "UnknownOutcomeError", "UsageError",
+    "VersionError",
 ]  # fmt: skip
 
 
