@@ -103,8 +103,7 @@ class Supervisor:
         if self._hub:
             self._hub.lead(self, self.notebook.note.id)
         # Whoever takes over a job that was running does so because its leader was lost, and the workers with it.
-        begin = self._state.phase is Phase.NEW
-        self._dispatch(restart.Begin() if begin else restart.Judged(error=""))
+        self._dispatch(restart.Begin() if self._state.phase is Phase.NEW else restart.Judged(error=""))
         while self._state.phase is not Phase.DONE:
             self._node.watch()
             self._loop.turn((self._node.wake_in_s(), self._wake_in_s()))
@@ -139,10 +138,8 @@ class Supervisor:
             self.submit(self._link.check)
         elif signum in self.job.signals or signum in self.job.drain_signals:
             first, self._told_to_go = not self._told_to_go, True
-            if self._hub and first:
-                self.leaving(self._name, signum)
-            else:
-                self.stop_requested(signum)
+            leave = self._hub is not None and first
+            self.leaving(self._name, signum) if leave else self.stop_requested(signum)
 
     def submit(self, call: Callable[..., None], *args: Any) -> None:
         self._loop.submit(call, *args)
@@ -295,7 +292,9 @@ class Supervisor:
             self.post(partial(self._opened, opening, world))
 
     def advance(self, world_size: int) -> Opening:
-        fds = [fd for _rank, fd in self._node.server.arenas.holdings()]
+        nodes = [place.node for place in self.fleet.world.places] if self.fleet.world else []
+        # The memory of this node is of use to its own ranks alone.
+        fds = [fd for _rank, fd in self._node.server.arenas.holdings()] if nodes == [self._name] else []
         # What the user said of resuming is about the start of the job; a restart goes on from where the job was.
         policy = self.job.resume if self._desk.answer is None and not self.notebook.note.started else "auto"
         return self._ledger.advance(memory=lambda: memory_snapshots(fds), policy=policy, world_size=world_size)
@@ -416,7 +415,7 @@ class Supervisor:
     # --- after a failure
 
     def looked(self, looks: list[Look]) -> None:
-        """One node's workers have been silent for too long, or it was asked what they do because another's have."""
+        """One node's workers have been silent for too long, or it was asked because another's have."""
         if self._state.phase is Phase.RUNNING:
             self._lookout.take(looks)
 
