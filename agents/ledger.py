@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 _FENCE_PATIENCE_S = 300.0  # a storage that can't be reached at a restart is waited for so long
 _FENCE_RACES_MAX = 100
+_CALM_TRIES = 3  # so often is a moment waited for in which nothing was committed since the choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ class RunLedger:
         self._raise = raise_incarnation
         self._catalog: storage.Catalog | None = None
         self._hold: ExitStack | None = None
+        self._fenced = 0  # the newest incarnation that this job has fenced
         self._unfenced = 0  # a number that was raised before the run was known
 
     def open_run(self, place: RunPlace) -> None:
@@ -126,7 +128,11 @@ class RunLedger:
         self, catalog: storage.Catalog, memory: Callable[[], list[Snapshot]], policy: str, world_size: int
     ) -> Opening:
         mine: int | None = None
-        for _ in range(_FENCE_RACES_MAX):
+        newest = catalog.newest_incarnation()
+        if self._fenced and newest > self._fenced:
+            # Another job has taken over. Taking the run back would go on for ever.
+            raise catalog.fenced_error(self._fenced, newest)
+        for attempt in range(_FENCE_RACES_MAX):
             began_s = time.monotonic()
             known = set(catalog.commit_ids())
             resume, notes = self._choose(catalog, memory, policy, world_size, mine)
@@ -135,12 +141,15 @@ class RunLedger:
             number = self._next(catalog.next_incarnation() - 1, notes)
             # What is in memory is newer than what its workers' persister may still commit, and prune can't reach it.
             from_memory = resume is not None and resume.tier == "memory"
-            if not from_memory and not known.issuperset(catalog.commit_ids()):
+            # A job that goes on committing has to be fenced in the midst of it: only then will it stop.
+            calm = from_memory or attempt >= _CALM_TRIES
+            if not calm and not known.issuperset(catalog.commit_ids()):
                 self._unfenced = number
                 continue
             try:
                 catalog.write_fence(number, parent, world_size)
                 mine = mine or number
+                self._fenced = number
                 # What the last workers' persister committed before the fence counts, and it may have pruned our choice
                 # for it. After the fence it can do neither.
                 if from_memory or known.issuperset(catalog.commit_ids()):

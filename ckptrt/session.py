@@ -30,6 +30,7 @@ from ckptrt.storage.tiered import RunPlace, hold_place, open_place, view_place
 
 __all__ = ["Candidate", "Session", "join_run"]
 
+_CALM_TRIES = 3  # so often is a moment waited for in which nothing was committed since the choice
 _opened: set[tuple[str, int]] = set()  # by this process: an incarnation is one training, and resumes once
 _RESUME = re.compile(r"(\d+)\.(\d+)\.(memory|stored)")
 
@@ -70,6 +71,7 @@ class Session:
     hold: ExitStack | None = None
     nonce: str = ""
     fenced_first: int | None = None  # the first fence of this process's own, if it had to choose again
+    tries: int = 0  # on rank 0: how often a fence was about to be written
     known: frozenset[CommitId] = frozenset()  # on rank 0: the commits when the candidates were listed
 
     @property
@@ -125,7 +127,9 @@ class Session:
 
     def _fence(self, parent: Candidate | None) -> list[Any]:
         if self.agent is None:
-            if not self.known.issuperset(self.catalog.commit_ids()):
+            # A job that goes on committing has to be fenced in the midst of it: only then will it stop.
+            self.tries += 1
+            if self.tries <= _CALM_TRIES and not self.known.issuperset(self.catalog.commit_ids()):
                 return [self.incarnation, "", False]
             self.fenced_first = self.fenced_first or self.incarnation
             origin = Parent(step=parent.step, incarnation=parent.incarnation) if parent else None

@@ -141,7 +141,8 @@ def main() -> int:
     with ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         results = list(pool.map(run_task, work))
     is_well = report(results, _say)
-    _say(f"{time.monotonic() - started_s:.0f} s with {args.workers} processes, seed {args.seed}")
+    part = "every call with every fault" if args.thorough else "calls repeated by one place: a part of the faults"
+    _say(f"{time.monotonic() - started_s:.0f} s with {args.workers} processes, seed {args.seed}; {part}")
     return 0 if is_well else 1
 
 

@@ -87,7 +87,7 @@ class FaultLoop:
         """
         calls = _calls_of(scenario)
         names = [name for name, _place in calls]
-        again = _times_before(place for _name, place in calls)
+        again = _times_before(calls)
         for number in range(1 + offset, len(names) + 1, stride):
             if only is not None and names[number - 1] != only:
                 continue
@@ -167,13 +167,13 @@ def _place() -> Place:
     return tuple(lines[:6])
 
 
-def _times_before(places: Iterable[Place]) -> list[int]:
-    """For each of them how often it was there before."""
-    counts: Counter[Place] = Counter()
+def _times_before(calls: Iterable[tuple[str, Place]]) -> list[int]:
+    """For each of them how often the same place had made it before."""
+    counts: Counter[tuple[str, Place]] = Counter()
     found: list[int] = []
-    for place in places:
-        found.append(counts[place])
-        counts[place] += 1
+    for call in calls:
+        found.append(counts[call])
+        counts[call] += 1
     return found
 
 
