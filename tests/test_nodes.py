@@ -126,7 +126,7 @@ def test_who_waits_for_others_can_be_told_to_go_and_so_can_a_spare(tmp_path: Pat
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [3])
 def test_a_job_on_three_hosts_outlives_a_few_faults(seed: int, tmp_path: Path, etcd_binary: str) -> None:
     """A sample of `make chaos`."""
     chaos = Chaos(tmp_path, seed, nproc=1)
