@@ -26,6 +26,7 @@ from ckptrt.agents.loop import Loop
 from ckptrt.agents.member import Leader, Member, Parted
 from ckptrt.agents.node import Node
 from ckptrt.agents.notices import NoticeWatch
+from ckptrt.agents.restart import EXIT_LOCKED
 from ckptrt.agents.supervisor import Supervisor
 from ckptrt.agents.workers import WorkerGroup
 from ckptrt.errors import CoordError
@@ -120,7 +121,8 @@ class Agent:
         self._herald.say("node", f"{self._name} leads")
         self._herald.event("leads", node=self._name)
         code = supervisor.run()
-        if self._link.deposed:
+        # Another leader's fence may be met before its key: then this one is no other job's, and takes part again.
+        if self._link.deposed or (code == EXIT_LOCKED and self._link.has_lost_the_lead()):
             self._supervisor = None
             supervisor.close(deposed=True)
             hub.retire()

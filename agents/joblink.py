@@ -123,6 +123,13 @@ class JobLink:
         self._claim_incarnation()
         return None
 
+    def has_lost_the_lead(self) -> bool:
+        """Whether somebody else leads by now, as far as etcd can be asked."""
+        assert self._store is not None
+        with contextlib.suppress(CoordError):
+            self.deposed = self.deposed or _incarnation(self._store.get(self._incarnation_key))[1] not in ("", self._id)
+        return self.deposed
+
     def depose(self, holder: KeyValue) -> None:
         """Take the lead from a process that is known to be dead, before its lease ends."""
         assert self._store is not None

@@ -83,7 +83,8 @@ class Supervisor:
         self._started_at_s = 0.0
         self._up: dict[int, int] = {}  # rank -> pid
         self._exits: list[Exit] = []
-        self._recovery = Recovery(failed_at_s=0.0, seen_at_s=0.0)
+        now_s = time.monotonic()
+        self._recovery = Recovery(failed_at_s=now_s, seen_at_s=now_s, stopped_at_s=now_s)
         self._last_step: int | None = None
         self._verdict: Verdict | None = None
         self._last_signal = 0
